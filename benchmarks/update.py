@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from penstock.batch import example_from_rollout
+from penstock.batch import RowShape, example_from_rollout
 from penstock.learner import Learner, LearnerConfig, LossConfig, OptimizerConfig, save_checkpoint
 from penstock.learner import step as compiled
 from penstock.learner.optimizer import applier, initial_state
 from penstock.learner.step import plan_update
-from penstock.model.language import Decoder, ModelConfig
+from penstock.model.language import Decoder, ModelConfig, Segments
 from penstock.types import RLExample, Rollout, RolloutMetadata, TrainingBatch
 
 SHAPE = ModelConfig(
@@ -155,9 +155,9 @@ def update_flops(examples: tuple[RLExample, ...]) -> float:
     return 3.0 * (body + 2 * asked * SHAPE.vocab_size * SHAPE.hidden_size)
 
 
-def plain_loss(decoder: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
+def plain_loss(decoder: Decoder, batch: dict[str, Any]) -> jax.Array:
     """The rloo loss over one batch, with [tokens, vocabulary] in float32."""
-    hidden = decoder.hidden_states(batch["tokens"], batch["position_ids"], batch["segment_ids"])
+    hidden = decoder.hidden_states(batch["tokens"], batch["position_ids"], batch["segments"])
     scores = jax.nn.log_softmax(decoder.logits(hidden)[:, :-1])
     logprobs = jnp.take_along_axis(scores, batch["tokens"][:, 1:, None], axis=-1)[..., 0]
     proximal = jax.lax.stop_gradient(logprobs)
@@ -167,9 +167,10 @@ def plain_loss(decoder: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
     return jnp.where(mask, losses, 0).sum() / mask.sum()
 
 
-def stacked(examples: tuple[RLExample, ...]) -> dict[str, jax.Array]:
-    names = ("tokens", "position_ids", "segment_ids", "generator_log_probs", "advantage", "loss_mask")
-    return {name: jnp.stack([getattr(e, name) for e in examples]) for name in names}
+def stacked(examples: tuple[RLExample, ...]) -> dict[str, Any]:
+    names = ("tokens", "position_ids", "generator_log_probs", "advantage", "loss_mask")
+    arrays: dict[str, Any] = {name: jnp.stack([getattr(e, name) for e in examples]) for name in names}
+    return arrays | {"segments": Segments.of(np.stack([e.segment_ids for e in examples]))}
 
 
 def plain_update(decoder: Decoder, examples: tuple[RLExample, ...]) -> Callable[[], Any]:
@@ -190,7 +191,7 @@ def print_correctness(decoder: Decoder, examples: tuple[RLExample, ...], argumen
     options = compiled.ForwardOptions(not arguments.no_remat, arguments.tile)
     accumulate = compiled.policy_accumulator(LossConfig(), options)
     so_far = compiled.zeros_maker()(decoder)
-    for micro_batch in plan_update(examples, LossConfig(), LENGTH, arguments.rows, 0).micro_batches:
+    for micro_batch in plan_update(examples, LossConfig(), [RowShape(LENGTH, arguments.rows)], 0).micro_batches:
         so_far = accumulate(decoder, so_far, micro_batch)
     worst = max(
         float(jnp.abs(ours - theirs).max())
@@ -206,7 +207,7 @@ def time_learner(
     started = time.perf_counter()
     learner.compile()
     print(f"  compiled in {time.perf_counter() - started:.1f} s")
-    plan = plan_update(examples, config.loss, LENGTH, config.micro_batch_rows, 0)
+    plan = plan_update(examples, config.loss, config.row_shapes, 0)
     score = compiled.scorer(compiled.ForwardOptions(config.remat, config.head_tile_tokens))
     forward = timings(lambda: [score(decoder, micro_batch) for micro_batch in plan.micro_batches], repeats)
     metrics: list[dict[str, float]] = []

@@ -27,7 +27,7 @@ from penstock.inference.config import ServeConfig
 from penstock.inference.http_server import serve
 from penstock.learner import Learner
 from penstock.learner.config import LearnerConfig
-from penstock.model.language import PolicyConfig, load_decoder, load_policy
+from penstock.model.language import PolicyConfig, Segments, load_decoder, load_policy
 from penstock.model.language.config import LoadingConfig
 from penstock.rundir import read_events, read_metrics
 from penstock.text import Tokenizer
@@ -213,7 +213,7 @@ def test_transformers_has_equal_logits(which, tokenizer, tmp_path, request):
     theirs = np.load(tmp_path / "arrays.npz")
     decoder = load_decoder(directory)
     rows = jnp.asarray(tokens)[None]
-    hidden = decoder.hidden_states(rows, jnp.arange(rows.size)[None], jnp.ones_like(rows))
+    hidden = decoder.hidden_states(rows, jnp.arange(rows.size)[None], Segments.of(np.ones(rows.shape)))
     ours = np.asarray(decoder.logits(hidden))[0]
     print(f"\n{which}: logits differ by {np.abs(ours - theirs['logits']).max():.2g} at most")
     np.testing.assert_allclose(ours, theirs["logits"], atol=1e-3)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.batch import example_from_pair, pack, place, stack, unpack
+from penstock.batch import RowShape, example_from_pair, pack, place, shapes_for, stack, unpack
 from penstock.types import ConfigError, RLExample
 
 ROW = 16
@@ -53,7 +53,7 @@ def test_every_array_travels_with_its_tokens_and_padding_is_neutral(lengths):
     batch = stack(pack(examples, ROW), count=len(examples))
     placements = place(lengths, ROW)
     for name in ("tokens", "loss_mask", "generator_log_probs", "temperature", "weight_steps", "advantage"):
-        for example, values in zip(examples, unpack(getattr(batch, name), placements), strict=True):
+        for example, values in zip(examples, unpack(list(getattr(batch, name)), placements), strict=True):
             np.testing.assert_array_equal(values, getattr(example, name))
     padding = batch.segment_ids == 0
     assert not batch.loss_mask[padding].any()
@@ -136,3 +136,38 @@ def test_a_loss_on_a_first_token_is_refused():
 def test_stacking_more_rows_than_asked_is_an_error(count):
     with pytest.raises(ValueError, match="2 rows"):
         stack(pack(_examples([16, 16]), ROW), count)
+
+
+SHAPES = (RowShape(4, 8), RowShape(8, 4), RowShape(16, 2))
+
+
+def _micro_batches(lengths, shapes, found):
+    counts = [place([n for n, own in zip(lengths, found, strict=True) if own == i], shapes[i].length) for i in range(3)]
+    return sum(-(-len({p.row for p in each}) // shape.rows) for each, shape in zip(counts, shapes, strict=True))
+
+
+@given(lengths_of)
+def test_of_several_row_lengths_each_sequence_fits_and_no_single_length_needs_fewer_micro_batches(lengths):
+    found = shapes_for(lengths, SHAPES)
+    assert all(length <= SHAPES[own].length for length, own in zip(lengths, found, strict=True))
+    assert _micro_batches(lengths, SHAPES, found) <= _micro_batches(lengths, SHAPES, [2] * len(lengths))
+    assert shapes_for(lengths, SHAPES) == found
+
+
+@pytest.mark.parametrize(
+    ("lengths", "found"),
+    [
+        ([4] * 8, [0] * 8),  # one micro-batch of any shape: that with the least attention
+        ([4] * 8 + [16] * 2, [0] * 8 + [2] * 2),
+        ([3] * 4 + [16], [2] * 5),  # beside the long one is room: a second micro-batch would cost as much again
+        ([3] * 10, [2] * 10),  # 3 of 4 leave 25% empty: two micro-batches of short rows, one of long ones
+        ([5, 5, 5, 5], [1] * 4),
+        ([], []),
+    ],
+)
+def test_sequences_go_where_they_need_the_fewest_micro_batches(lengths, found):
+    assert shapes_for(lengths, SHAPES) == found
+
+
+def test_a_sequence_longer_than_all_rows_is_left_to_packing_to_refuse():
+    assert shapes_for([17, 3], SHAPES) == [2, 2]

@@ -11,7 +11,7 @@ from tests.waiting import wait_until
 
 from penstock.inference import GenerationRequest
 from penstock.model.arrays import digests_of
-from penstock.model.language import named_arrays
+from penstock.model.language import Segments, named_arrays
 from penstock.types import Decoding, NoProgressError, WeightsError, WeightVersion
 
 WAIT_S = 60.0
@@ -25,7 +25,7 @@ def request(tokens=16, n=1, seed=0):
 def forward_logprobs(decoder, completion):
     tokens = np.concatenate([completion.prompt_tokens, completion.response_tokens])[None]
     positions = np.arange(tokens.shape[1])[None]
-    arrays = (jnp.asarray(a, jnp.int32) for a in (tokens, positions, np.ones_like(tokens)))
+    arrays = jnp.asarray(tokens), jnp.asarray(positions, jnp.int32), Segments.of(np.ones_like(tokens))
     logprobs = jax.nn.log_softmax(decoder.logits(decoder.hidden_states(*arrays)[0]))
     rows = np.arange(len(completion.prompt_tokens) - 1, tokens.shape[1] - 1)
     return np.asarray(logprobs)[rows, completion.response_tokens]

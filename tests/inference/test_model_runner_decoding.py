@@ -8,6 +8,7 @@ import pytest
 from penstock.inference import GenerationRequest
 from penstock.inference.dispatch import SlotRows
 from penstock.inference.model_runner import ServedWeights, create_cache, decode
+from penstock.model.language import Segments
 from penstock.types import SAMPLING_FIELDS, Decoding
 
 FAMILIES = {
@@ -23,7 +24,7 @@ def packed_logprobs(decoder, completions, temperature):
     tokens = np.concatenate(sequences)[None]
     segments = np.concatenate([np.full(len(s), i + 1) for i, s in enumerate(sequences)])[None]
     positions = np.concatenate([np.arange(len(s)) for s in sequences])[None]
-    hidden = decoder.hidden_states(*(jnp.asarray(a, jnp.int32) for a in (tokens, positions, segments)))
+    hidden = decoder.hidden_states(jnp.asarray(tokens), jnp.asarray(positions, jnp.int32), Segments.of(segments))
     logprobs = np.asarray(jax.nn.log_softmax(decoder.logits(hidden[0]) / temperature, axis=-1))
     start = 0
     for completion, sequence in zip(completions, sequences, strict=True):

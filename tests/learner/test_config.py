@@ -45,8 +45,36 @@ def test_no_correction_has_to_be_asked_for_by_name():
 
 
 def test_a_dumped_config_loads_as_itself():
-    config = LearnerConfig(loss=LossConfig(preset="dapo"), warm_start=WarmStartConfig(steps=5))
-    assert LearnerConfig.model_validate(config.model_dump(mode="json")) == config
+    for fields in ({"warm_start": WarmStartConfig(steps=5)}, {"row_lengths": (64, 256)}):
+        config = LearnerConfig(loss=LossConfig(preset="dapo"), **fields)
+        assert LearnerConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_rows_of_several_lengths_have_the_tokens_of_the_longest():
+    config = LearnerConfig(row_lengths=[64, 100, 256], micro_batch_rows=2)
+    assert config.row_length == 256 and config.row_shapes == ((64, 8), (100, 5), (256, 2))
+    one = LearnerConfig(row_length=256, micro_batch_rows=2)
+    assert one.row_shapes == ((256, 2),) and one == LearnerConfig(row_lengths=[], row_length=256, micro_batch_rows=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"row_lengths": [256, 64]}, r"row_lengths is \[256, 64\]: name each length once, the shortest first"),
+        ({"row_lengths": [64, 64]}, r"row_lengths is \[64, 64\]: name each length once"),
+        (
+            {"row_lengths": [64, 256], "row_length": 128},
+            "row_length is 128 and the longest of row_lengths 256",
+        ),
+        ({"row_lengths": [1, 64]}, "greater than or equal to 2"),
+        ({"row_lengths": ["a"]}, "row_lengths"),
+        ({"row_lengths": [2, 4, 6, 8, 10]}, "at most 4"),
+        ({"attention": "flash"}, "auto"),
+    ],
+)
+def test_rows_and_attention_that_make_no_sense_are_refused(given, message):
+    with pytest.raises(ValidationError, match=message):
+        LearnerConfig.model_validate(given)
 
 
 @pytest.mark.parametrize(

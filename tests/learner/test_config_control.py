@@ -56,7 +56,7 @@ def test_vtrace_can_be_turned_off():
 
 def test_importing_the_config_loads_neither_jax_nor_optax():
     code = (
-        "import sys, penstock.learner.config as c; c.PpoConfig();"
+        "import sys, penstock.learner.control_config as c; c.PpoConfig();"
         "print(sorted({'jax', 'optax', 'equinox', 'safetensors'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.learner.config import PpoConfig
+from penstock.learner.control_config import PpoConfig
 from penstock.learner.control_losses import (
     StepOutputs,
     StepTargets,

@@ -8,7 +8,7 @@ from penstock.batch import example_from_pair
 from penstock.learner import Learner, LearnerConfig, OptimizerConfig, WarmStartConfig
 from penstock.learner.parity import differences_of
 from penstock.learner.step import scored_lengths
-from penstock.model.language import Decoder
+from penstock.model.language import Decoder, Segments
 from penstock.types import ConfigError, NonFiniteError, RLExample, WeightsError
 
 
@@ -136,7 +136,7 @@ def test_scores_are_aligned_and_equal_the_plain_forward_pass(decoder, config, ex
         # Alone in a row of the same length: what follows a sequence never changes it.
         row = np.zeros((3, 1, 24), np.int32)
         row[:, 0, : len(score)] = example.tokens, example.position_ids, example.segment_ids
-        plain = plain_logprobs(decoder, *row)[: len(score) - 1]
+        plain = plain_logprobs(decoder, *row[:2], Segments.of(row[2]))[: len(score) - 1]
         expected = np.take_along_axis(np.asarray(plain), example.tokens[1:, None], axis=-1)[:, 0]
         assert score.dtype == np.float32 and score[0] == 0
         np.testing.assert_allclose(score[1:], expected, atol=1e-5)

@@ -11,6 +11,7 @@ from penstock.batch import DeadlineBatchMaker
 from penstock.learner import Learner, LearnerConfig, LossConfig, OptimizerConfig
 from penstock.learner.config import Preset
 from penstock.learner.step import minibatches_of
+from penstock.model.language import Segments
 from penstock.types import Rollout, RolloutMetadata, fold, generator
 
 
@@ -200,7 +201,8 @@ def bandit_batch(preset, learner, scorer, rng, step):
 def test_every_preset_finds_the_best_arm_in_several_steps_per_update(decoder, config, make_batch, preset):
     rows = np.zeros((3, 1, 24), np.int32)
     rows[0, 0, 0], rows[2, 0, 0] = 1, 1
-    scorer = jax.jit(lambda d: jax.nn.log_softmax(d.logits(d.hidden_states(*jax.numpy.asarray(rows)))[0, 0]))
+    inputs = *jax.numpy.asarray(rows[:2]), Segments.of(rows[2])
+    scorer = jax.jit(lambda d: jax.nn.log_softmax(d.logits(d.hidden_states(*inputs))[0, 0]))
     optimizer = OptimizerConfig(learning_rate=0.01, warmup_steps=0)
     loss = LossConfig(preset=preset, max_tokens=2 if preset == "dr_grpo" else None)
     learner = Learner(decoder, config.model_copy(update={"optimizer": optimizer, "loss": loss}), 10)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from penstock.batch import RowShape
 from penstock.learner import Learner, LearnerConfig, LossConfig, OptimizerConfig
 from penstock.learner.step import plan_update
 
@@ -30,8 +31,8 @@ def learners(decoder, config):
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_the_gradient_is_that_of_all_sequences(decoder, config, solved, aggregation):
-    loss, rows, learner = LossConfig(aggregation=aggregation), (24, 2), Learner(decoder, config, 10)
-    plans = [plan_update(solved, loss, *rows, 0, left_out=without) for without in (learner._uncomputed(solved), ())]
+    loss, rows, learner = LossConfig(aggregation=aggregation), [RowShape(24, 2)], Learner(decoder, config, 10)
+    plans = [plan_update(solved, loss, rows, 0, left_out=without) for without in (learner._uncomputed(solved), ())]
     gradients = [jax.tree.leaves(learner._gradients(learner._accumulate, plan.micro_batches)[0]) for plan in plans]
     for ours, theirs in zip(*gradients, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)

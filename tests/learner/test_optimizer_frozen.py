@@ -6,9 +6,9 @@ import pytest
 from tests.learner.control_batches import make_batch as batch_of_fragments
 from tests.learner.control_batches import make_fragments, make_policy
 
-from penstock.batch import example_from_pair
+from penstock.batch import RowShape, example_from_pair
 from penstock.learner import ControlLearner, Learner, LearnerConfig, LossConfig, OptimizerConfig, PpoConfig
-from penstock.learner.config import ControlOptimizerConfig
+from penstock.learner.control_config import ControlOptimizerConfig
 from penstock.learner.control_step import FEWEST_FINALS, BatchShape, Minibatches, blank_arrays, optimiser, preparer
 from penstock.learner.optimizer import from_named, initial_state, to_named
 from penstock.learner.step import ForwardOptions, empty_micro_batch, policy_accumulator, zeros_maker
@@ -39,7 +39,7 @@ def test_the_gradient_of_a_language_policy_saves_the_products_of_what_is_frozen(
     """
     shape = InitConfig(hidden_size=64, num_hidden_layers=3, intermediate_size=176, vocab_size=256)
     decoder = Decoder.initialise(shape.model(256, "float32"), jax.random.key(0))
-    batch, options = empty_micro_batch(128, 2), ForwardOptions(remat=True, head_tile_tokens=64)
+    batch, options = empty_micro_batch(RowShape(128, 2)), ForwardOptions(remat=True, head_tile_tokens=64)
 
     def cost(names: tuple[str, ...]) -> tuple[float, int]:
         so_far = jax.eval_shape(zeros_maker(names), decoder)

@@ -11,7 +11,7 @@ import pytest
 from tests.learner.control_batches import make_policy
 
 from penstock.learner import OptimizerConfig
-from penstock.learner.config import ControlOptimizerConfig
+from penstock.learner.control_config import ControlOptimizerConfig
 from penstock.learner.optimizer import apply_gradients, direction_of, from_named, initial_state, to_named
 from penstock.types import CheckpointError, ConfigError
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.batch import DeadlineBatchMaker
+from penstock.batch import DeadlineBatchMaker, RowShape
 from penstock.learner import LossConfig, step
 from penstock.learner.config import Preset
 from penstock.learner.step import plan_update
+from penstock.model.language import Segments
 from penstock.types import Rollout, RolloutMetadata
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
@@ -19,13 +20,14 @@ pytestmark = pytest.mark.usefixtures("strict_dtypes")
 def _rows(examples, name):
     """One sequence per row."""
     longest = max(len(example.tokens) for example in examples)
-    return jnp.stack([np.pad(getattr(e, name), (0, longest - len(e.tokens))) for e in examples])
+    return np.stack([np.pad(getattr(e, name), (0, longest - len(e.tokens))) for e in examples])
 
 
 def _plain_loss(decoder, examples, sequence_weights):
     """All scores at once, the formulas of ALGORITHMS written out; Σ_i a_i Σ_t m_it L_it."""
     tokens = _rows(examples, "tokens")
-    hidden = decoder.hidden_states(tokens, _rows(examples, "position_ids"), _rows(examples, "segment_ids"))
+    segments = Segments.of(_rows(examples, "segment_ids"))
+    hidden = decoder.hidden_states(tokens, _rows(examples, "position_ids"), segments)
     scores = jax.nn.log_softmax(decoder.logits(hidden)[:, :-1])
     logprobs = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0]
     ratio = jnp.exp(jax.lax.stop_gradient(logprobs) - _rows(examples, "generator_log_probs")[:, 1:])
@@ -36,7 +38,7 @@ def _plain_loss(decoder, examples, sequence_weights):
 def _accumulated(decoder, examples, loss, config, rows, surrogate=LossConfig(surrogate="reinforce")):  # noqa: B008
     """Under `loss`'s aggregation; ℓ_p of a surrogate of its own is a little off what the decoder says."""
     stored = None if surrogate.surrogate == "reinforce" else [e.generator_log_probs * 1.1 for e in examples]
-    plan = plan_update(examples, loss, config.row_length, rows, version_step=0, proximal_logprobs=stored)
+    plan = plan_update(examples, loss, [RowShape(config.row_length, rows)], version_step=0, proximal_logprobs=stored)
     source = "current" if stored is None else "stored"
     add = step.policy_accumulator(surrogate, step.ForwardOptions(config.remat, 7), proximal=source)
     so_far = step.zeros_maker()(decoder)
@@ -88,7 +90,8 @@ def test_the_drift_is_of_stale_sequences_alone(decoder, config, draw_examples):
     plain, _ = _accumulated(decoder, [fresh, stale], LossConfig(), config, rows=2)
     assert float(plain.sums.stale_tokens) == stale.loss_mask.sum()
     assert float(plain.sums.tokens) == fresh.loss_mask.sum() + stale.loss_mask.sum()
-    rows = [_rows([fresh, stale], name) for name in ("tokens", "position_ids", "segment_ids")]
+    rows = [_rows([fresh, stale], name) for name in ("tokens", "position_ids")]
+    rows.append(Segments.of(_rows([fresh, stale], "segment_ids")))
     scores = np.asarray(jax.nn.log_softmax(decoder.logits(decoder.hidden_states(*rows))))
     differences = []
     for example, row in zip((fresh, stale), scores, strict=True):

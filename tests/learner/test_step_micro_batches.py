@@ -1,13 +1,15 @@
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.batch import example_from_pair
+from penstock.batch import RowShape, example_from_pair
 from penstock.learner import LossConfig
 from penstock.learner.step import MicroBatch, empty_micro_batch, plan_scoring, plan_update
 
 ROW, ROWS = 12, 2
+SHAPE = [RowShape(ROW, ROWS)]
 
 
 def _examples(lengths):
@@ -29,11 +31,11 @@ lengths_of = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7)), min_size=
 @given(lengths_of)
 def test_every_loss_token_has_one_entry_and_its_predecessor_is_its_own_sequences(lengths):
     examples = _examples(lengths)
-    plan = plan_update(examples, LossConfig(), ROW, ROWS, version_step=0)
+    plan = plan_update(examples, LossConfig(), SHAPE, version_step=0)
     wanted = np.concatenate([example.tokens[example.loss_mask] for example in examples])
     assert sorted(_real(plan.micro_batches, "labels")) == sorted(wanted)
     for micro_batch in plan.micro_batches:
-        tokens, segments = np.ravel(micro_batch.tokens), np.ravel(micro_batch.segment_ids)
+        tokens, segments = np.ravel(micro_batch.tokens), np.ravel(micro_batch.segments.ids)
         at = np.asarray(micro_batch.positions)[: int(micro_batch.count)]
         assert (tokens[at] == np.asarray(micro_batch.labels)[: len(at)]).all()
         assert (tokens[at - 1] == tokens[at] - 1).all(), "tokens count upwards within a sequence"
@@ -43,20 +45,20 @@ def test_every_loss_token_has_one_entry_and_its_predecessor_is_its_own_sequences
 
 @given(lengths_of)
 def test_shapes_never_depend_on_the_batch(lengths):
-    expected = [(np.shape(a), a.dtype) for a in empty_micro_batch(ROW, ROWS)]
+    expected = [(np.shape(a), a.dtype) for a in jax.tree.leaves(empty_micro_batch(*SHAPE))]
     for plan in (
-        plan_update(_examples(lengths), LossConfig(), ROW, ROWS, 0),
-        plan_scoring(_examples(lengths), ROW, ROWS),
+        plan_update(_examples(lengths), LossConfig(), SHAPE, 0),
+        plan_scoring(_examples(lengths), SHAPE),
     ):
         for micro_batch in plan.micro_batches:
-            assert [(np.shape(a), a.dtype) for a in micro_batch] == expected
+            assert [(np.shape(a), a.dtype) for a in jax.tree.leaves(micro_batch)] == expected
 
 
 @given(lengths_of, st.sampled_from(["token", "sequence", "constant"]))
 def test_weights_are_over_all_sequences_of_the_step_however_it_is_cut(lengths, aggregation):
     loss = LossConfig(aggregation=aggregation, max_tokens=9 if aggregation == "constant" else None)
     for rows in (1, ROWS, 64):
-        plan = plan_update(_examples(lengths), loss, ROW, rows, 0)
+        plan = plan_update(_examples(lengths), loss, [RowShape(ROW, rows)], 0)
         responses = [response for _, response in lengths]
         expected = {
             "token": 1.0,
@@ -70,11 +72,11 @@ def test_a_sequence_counts_as_same_version_only_as_a_whole(draw_examples):
     current, older, mixed = draw_examples([(2, 5)] * 3, weight_step=3)
     older.weight_steps[older.loss_mask] = 2
     mixed.weight_steps[np.flatnonzero(mixed.loss_mask)[0]] = 2
-    plan = plan_update([current, older, mixed], LossConfig(), ROW, 3, version_step=3)
+    plan = plan_update([current, older, mixed], LossConfig(), [RowShape(ROW, 3)], version_step=3)
     assert _real(plan.micro_batches, "same_version").sum() == current.loss_mask.sum()
     assert _real(plan.micro_batches, "same_version").sum() < len(_real(plan.micro_batches, "labels"))
 
 
 def test_scoring_asks_for_every_token_but_the_first():
-    plan = plan_scoring(_examples([(3, 4), (1, 2)]), ROW, ROWS)
+    plan = plan_scoring(_examples([(3, 4), (1, 2)]), SHAPE)
     assert sorted(_real(plan.micro_batches, "labels")) == [1, 2, 3, 4, 5, 6, 8, 9]

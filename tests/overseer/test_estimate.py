@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from penstock.batch import RowShape
 from penstock.inference.config import EngineConfig
 from penstock.inference.dispatch import to_device
 from penstock.inference.model_runner import ONE_DEVICE, ServedWeights, create_cache
@@ -14,6 +15,7 @@ from penstock.learner import step
 from penstock.learner.config import LearnerConfig
 from penstock.learner.optimizer import applier, initial_state
 from penstock.model.language import Decoder
+from penstock.model.language.attention_choice import attention_kernel
 from penstock.model.language.config import ModelConfig
 from penstock.overseer.estimate import (
     activation_bytes,
@@ -43,9 +45,27 @@ def test_kv_cache_by_hand():
 
 def test_attention_scores_are_quadratic_in_the_row_length_by_hand():
     # 2 rows · 4 heads · 10 · 10 · (scores 4 + gradient 4 + weights)
-    assert attention_bytes(MODEL, 2, 10) == attention_bytes(HALF, 2, 10) == 2 * 4 * 100 * 12
-    assert attention_bytes(HALF, 2, 10, on_cpu=False) == 2 * 4 * 100 * 10
-    assert attention_bytes(MODEL, 2, 20) == 4 * attention_bytes(MODEL, 2, 10)
+    rows = RowShape(10, 2)
+    assert attention_bytes(MODEL, rows) == attention_bytes(HALF, rows) == 2 * 4 * 100 * 12
+    assert attention_bytes(HALF, rows, on_cpu=False) == 2 * 4 * 100 * 10
+    assert attention_bytes(MODEL, RowShape(20, 2)) == 4 * attention_bytes(MODEL, rows)
+
+
+def test_attention_of_other_kernels_is_linear_in_the_row_length_by_hand():
+    rows = RowShape(10, 2)
+    assert attention_bytes(MODEL, rows, "blocks") == 20 * (16 + 8) * 8 * 4
+    assert attention_bytes(MODEL, rows, "blocks", remat=False) == 20 * (16 + 8) * 12 * 4
+    assert attention_bytes(HALF, rows, "triton", on_cpu=False) == 20 * (16 + 8) * 8 * 2
+    assert attention_bytes(MODEL, RowShape(20, 2), "blocks") == 2 * attention_bytes(MODEL, rows, "blocks")
+
+
+def test_of_several_row_lengths_that_which_takes_most_counts():
+    learner = LearnerConfig(row_lengths=(100, 1000), micro_batch_rows=1, attention="dense")
+    longest = LearnerConfig(row_length=1000, micro_batch_rows=1, attention="dense")
+    assert gradient_temporaries(MODEL, learner) == gradient_temporaries(MODEL, longest)
+    by_blocks = learner.model_copy(update={"attention": "auto"})
+    short = LearnerConfig(row_length=100, micro_batch_rows=10)
+    assert gradient_temporaries(MODEL, by_blocks) == gradient_temporaries(MODEL, short)  # the short rows are dense
 
 
 def test_activations_by_hand():
@@ -124,14 +144,14 @@ QWEN_SEVEN = (3584, 18944, 28, 28, 152064, False)
     ],
 )
 def test_the_gradient_takes_what_the_compiler_for_an_h100_allotted(shape, kv_heads, row_length, rows, gigabytes):
-    """Temporaries of the update compiled for that card, bfloat16, remat; nothing was run on one."""
+    """Temporaries of the update compiled for that card, bfloat16, remat, dense; nothing was run on one."""
     hidden, wide, layers, heads, vocabulary, tied = shape
     model = ModelConfig(
         model_type="qwen2", vocab_size=vocabulary, hidden_size=hidden, intermediate_size=wide,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
         head_dim=hidden // heads, tie_word_embeddings=tied, dtype="bfloat16",
     )  # fmt: skip
-    learner = LearnerConfig(row_length=row_length, micro_batch_rows=rows, remat=True)
+    learner = LearnerConfig(row_length=row_length, micro_batch_rows=rows, remat=True, attention="dense")
     assert sum(gradient_temporaries(model, learner, on_cpu=False).values()) / 1e9 == pytest.approx(gigabytes, rel=CLOSE)
 
 
@@ -167,11 +187,14 @@ def shapes(request, dtype):
 
 
 @pytest.mark.parametrize("remat", [True, False])
-def test_the_gradient_takes_what_the_compiler_allots(shapes, remat):
+@pytest.mark.parametrize("attention", ["auto", pytest.param("dense", marks=pytest.mark.slow)])
+def test_the_gradient_takes_what_the_compiler_allots(shapes, remat, attention):
     model, decoder, sizes = shapes
-    learner = LearnerConfig(row_length=sizes["row_length"], micro_batch_rows=sizes["rows"], remat=remat)
-    run = step.policy_accumulator(learner.loss, step.ForwardOptions(remat, learner.head_tile_tokens))
-    batch = step.empty_micro_batch(sizes["row_length"], sizes["rows"])
+    learner = LearnerConfig(
+        row_length=sizes["row_length"], micro_batch_rows=sizes["rows"], remat=remat, attention=attention
+    )
+    run = step.policy_accumulator(learner.loss, step.ForwardOptions(remat, learner.head_tile_tokens, attention))
+    batch = step.empty_micro_batch(RowShape(sizes["row_length"], sizes["rows"]))
     allotted = peak_bytes(run.lower(decoder, jax.eval_shape(step.zeros, decoder), batch))
     estimate = estimate_memory(model, EngineConfig(), learner)
     held = estimate.parameters_bytes // 2 + 4 * model.parameter_count
@@ -207,7 +230,9 @@ def test_prefill_and_decoding_take_what_the_compiler_allots(shapes):
     copies = estimate.copies_bytes - gradient_temporaries(model, LearnerConfig())["copies"]
     assert held + max(scores, copies) == pytest.approx(decoding, rel=CLOSE)
     rows, length = sizes["prompts"]
-    prefilling = peak_bytes(run.prefill.lower(weights, jax.ShapeDtypeStruct((rows, length), jnp.int32)))
+    kernel = attention_kernel("auto", "cpu", length, model.dtype)
+    prompts = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    prefilling = peak_bytes(run.prefill.lower(weights, prompts, kernel=kernel))
     held = estimate.engine_bytes // 2 + kv_cache_bytes(model, rows, length)
     close = CLOSE if model.dtype == "float32" else 0.2
     assert held + prefill_temporaries(model, rows, length) == pytest.approx(prefilling, rel=close)

@@ -16,7 +16,7 @@ from penstock.fleet.jax_policy import JaxPolicyRunner
 from penstock.fleet.pool import SimulatorPool
 from penstock.fleet.rollout_loop import RolloutWorker
 from penstock.fleet.sender import cut_stale
-from penstock.learner.config import PpoConfig
+from penstock.learner.control_config import PpoConfig
 from penstock.learner.control_step import BatchShape, FragmentReadOptions, _next_values, preparer, stack_fragments
 from penstock.model.control import make_control_policy, named_arrays
 from penstock.model.control.config import ControlModelConfig

@@ -51,8 +51,10 @@ if TYPE_CHECKING:
     from penstock.batch.packing import (
         PackedBatch,
         Placement,
+        RowShape,
         pack,
         place,
+        shapes_for,
         stack,
         unpack,
     )
@@ -79,6 +81,7 @@ _EXPORTS = {
     "PackedBatch": "packing",
     "Placement": "packing",
     "RecencyBatchMaker": "recency",
+    "RowShape": "packing",
     "Unit": "maker",
     "batch_metadata": "examples",
     "check_trainable": "examples",
@@ -94,6 +97,7 @@ _EXPORTS = {
     "place": "packing",
     "reinforce_pp": "advantages",
     "rloo": "advantages",
+    "shapes_for": "packing",
     "stack": "packing",
     "trainable_tokens": "examples",
     "turn": "advantages",
@@ -105,10 +109,10 @@ _EXPORTS = {
 __all__ = [
     "ADVANTAGES", "BUILT_IN_MAKERS", "AdvantageName", "BatchMaker", "BatchMakerConfig", "DeadlineBatchMaker",
     "Dropped", "FragmentBatchMaker", "GroupAdvantage", "GroupFilters", "GrpoBatchMaker", "PacedBatchMaker",
-    "PackedBatch", "Placement", "RecencyBatchMaker", "Unit", "batch_metadata", "check_trainable", "compute_advantages",
-    "dr_grpo", "example_from_pair", "example_from_rollout", "grpo", "has_signal", "make_batch_maker",
-    "overlong_penalty", "pack", "place", "reinforce_pp", "rloo", "stack", "trainable_tokens", "turn", "unpack",
-    "valid_rollouts", "with_kl_in_reward",
+    "PackedBatch", "Placement", "RecencyBatchMaker", "RowShape", "Unit", "batch_metadata", "check_trainable",
+    "compute_advantages", "dr_grpo", "example_from_pair", "example_from_rollout", "grpo", "has_signal",
+    "make_batch_maker", "overlong_penalty", "pack", "place", "reinforce_pp", "rloo", "shapes_for", "stack",
+    "trainable_tokens", "turn", "unpack", "valid_rollouts", "with_kl_in_reward",
 ]  # fmt: skip
 
 

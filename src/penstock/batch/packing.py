@@ -6,8 +6,9 @@ same input always gives the same rows. A sequence longer than a row is an error,
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from itertools import combinations
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -45,6 +46,50 @@ class PackedBatch(NamedTuple):
     reference_log_probs: Float32[np.ndarray, "rows pos"] | None
     temperature: Float32[np.ndarray, "rows pos"]
     weight_steps: Int32[np.ndarray, "rows pos"]
+
+
+class RowShape(NamedTuple):
+    """Rows of one micro-batch: how many tokens each has, and how many there are."""
+
+    length: int
+    rows: int
+
+
+def shapes_for(lengths: Sequence[int], shapes: Sequence[RowShape]) -> list[int]:
+    """In rows of which shape each sequence lies: the shortest that it fits, among those that are used.
+
+    Used are those that need the fewest micro-batches, which all cost the like where they have as many tokens; of
+    equals, those with the least attention (rows · length²).
+
+    Args:
+        lengths: Tokens of each sequence.
+        shapes: Ascending by length; a sequence longer than the last is left to `place` to refuse.
+
+    Returns:
+        An index into `shapes` for each sequence.
+    """
+
+    def assigned(used: Sequence[int]) -> list[int]:
+        return [next((i for i in used if shapes[i].length >= length), used[-1]) for length in lengths]
+
+    def cost(found: Sequence[int]) -> tuple[int, int]:
+        batches = attention = 0
+        for index in set(found):
+            length, rows = shapes[index]
+            count = -(-_row_count(place(_chosen(lengths, found, index), length)) // rows)
+            batches, attention = batches + count, attention + count * rows * length**2
+        return batches, attention
+
+    longest = max(lengths, default=0)
+    last = next((i for i, shape in enumerate(shapes) if shape.length >= longest), len(shapes) - 1)
+    if len(shapes) == 1 or longest > shapes[-1].length:
+        return assigned([len(shapes) - 1])
+    subsets = (s for n in range(1, len(shapes) + 1) for s in combinations(range(len(shapes)), n) if s[-1] >= last)
+    return min((assigned(used) for used in subsets), key=cost)
+
+
+def _chosen(lengths: Iterable[int], found: Iterable[int], index: int) -> list[int]:
+    return [length for length, own in zip(lengths, found, strict=True) if own == index]
 
 
 def place(lengths: Sequence[int], row_length: int) -> list[Placement]:
@@ -121,9 +166,16 @@ def stack(rows: Sequence[RLExample], count: int) -> PackedBatch:
     return PackedBatch(**arrays)  # pyright: ignore[reportArgumentType]
 
 
-def unpack(values: Shaped[np.ndarray, "rows pos"], placements: Sequence[Placement]) -> list[Shaped[np.ndarray, " n"]]:
-    """Takes per-position values of packed rows back to their sequences, in the placements' order."""
-    return [values[p.row, p.start : p.stop] for p in placements]
+def unpack(
+    values: Sequence[Shaped[np.ndarray, " _"]], placements: Sequence[Placement]
+) -> list[Shaped[np.ndarray, " n"]]:
+    """Takes per-position values of packed rows back to their sequences, in the placements' order.
+
+    Args:
+        values: Row by row; rows may have different lengths.
+        placements: Of the sequences.
+    """
+    return [values[p.row][p.start : p.stop] for p in placements]
 
 
 def _row_count(placements: Sequence[Placement]) -> int:

@@ -6,7 +6,8 @@ what is compiled, so that neither does what comes out. One thread only writes we
 they lie; any other may `prepare` weights meanwhile. What runs when is decided in `penstock.inference.scheduler`.
 
 *Programs.* Prefill of prompts, and several decode steps in one dispatch. Both compose `Layer.project` and
-`Layer.finish` with the cache, so that the equations are the learner's. Layers are unrolled over unstacked weights:
+`Layer.finish` with the cache, so that the equations are the learner's; prefill's attention is chosen by the rule of
+``learner.attention: auto``, decoding's is dense over the cache. Layers are unrolled over unstacked weights:
 scanning stacked ones would copy every layer out of the stack at each step. A prompt's last token is not prefilled but
 decoded: its step samples the first token of the response. So prefill needs no output head, n samples of one prompt
 differ from their first own step on, and all sampling is in one place. A row that stops inside a dispatch emits nothing
@@ -48,7 +49,9 @@ from penstock.inference.config import EngineConfig
 from penstock.inference.dispatch import DeviceSamples, HostRows, HostSamples, SlotRows, to_device, to_host
 from penstock.inference.sampling import sample, uniforms
 from penstock.model.arrays import joined_digests, lower_digests, named_leaves
-from penstock.model.language import Decoder, Layer, ModelConfig, grouped_attention, rotary_tables
+from penstock.model.language import Decoder, Layer, ModelConfig, Segments, grouped_attention, rotary_tables
+from penstock.model.language.attention import attention
+from penstock.model.language.attention_choice import AttentionKernel, attention_kernel, platform_named
 from penstock.model.programs import LazyPrograms, Programs, choose_cache, compile_programs
 from penstock.types import CompiledProgram, ConfigError
 
@@ -244,19 +247,19 @@ def decode_step(
     return KVCache(tuple(keys), tuple(values)), weights.scores(x)
 
 
-def prefill(weights: ServedWeights, tokens: Int32[Array, "rows length"]) -> KVCache:
+def prefill(weights: ServedWeights, tokens: Int32[Array, "rows length"], kernel: AttentionKernel = "dense") -> KVCache:
     """Keys and values of padded prompts. Those at padding mean nothing; decoding overwrites before reading them."""
     rows, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
     cos, sin = rotary_tables(weights.ends.config, positions)
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
+    whole_rows = Segments.of(np.ones((rows, length)), most=1)
     x: Float[Array, "rows length hidden"] = weights.ends.embed(tokens)
     keys, values = [], []
     for layer in weights.layers:
         query, key, value = layer.project(x, cos, sin)
         keys.append(key.transpose(0, 2, 1, 3))
         values.append(value.transpose(0, 2, 1, 3))
-        x = layer.finish(x, grouped_attention(query, keys[-1], values[-1], causal))
+        x = layer.finish(x, attention(query, key, value, whole_rows, kernel))
     return KVCache(tuple(keys), tuple(values))
 
 
@@ -274,7 +277,7 @@ class CompiledSteps(NamedTuple):
 ONE_DEVICE = CompiledSteps(
     create=create_cache,
     decode=jax.jit(decode, static_argnames="steps", donate_argnames="cache"),
-    prefill=jax.jit(prefill),
+    prefill=jax.jit(prefill, static_argnames="kernel"),
     insert=jax.jit(insert, donate_argnames="cached"),
     fork=jax.jit(fork, donate_argnames="cached"),
     resize=jax.jit(resize, static_argnames="window"),
@@ -288,7 +291,7 @@ def split_programs(split: "ModelSplit") -> CompiledSteps:
     return CompiledSteps(
         create=jax.jit(create_cache, static_argnums=(0, 1, 2), out_shardings=cache),
         decode=jax.jit(decode, static_argnames="steps", donate_argnames="cache", out_shardings=(cache, whole)),
-        prefill=jax.jit(prefill, out_shardings=cache),
+        prefill=jax.jit(prefill, static_argnames="kernel", out_shardings=cache),
         insert=jax.jit(insert, donate_argnames="cached", out_shardings=cache),
         fork=jax.jit(fork, donate_argnames="cached", out_shardings=cache),
         resize=jax.jit(resize, static_argnames="window", out_shardings=cache),
@@ -444,9 +447,18 @@ class ModelRunner:
     def prefill(self, tokens: Int32[np.ndarray, "rows length"], source: Int32[np.ndarray, " slots"]) -> None:
         """Runs padded prompts and copies row ``source[s]`` into slot s (−1: none)."""
         self._need(_PREFILL.format(*tokens.shape), _INSERT.format(*tokens.shape, self.window))
-        prefilled = self._programs.prefill(self._weights, jax.device_put(tokens))
+        kernel = self._kernel(tokens.shape[1])
+        prefilled = self._programs.prefill(self._weights, jax.device_put(tokens), kernel=kernel)
         rows = jax.device_put(source)
         self._cache = jax.tree.map(lambda *arrays: self._programs.insert(*arrays, rows), self._cache, prefilled)
+
+    def _kernel(self, length: int) -> AttentionKernel:
+        """What computes the attention of a prefill; kernels of a chip do not split over devices, dense does."""
+        embedding = self._weights.ends.embedding
+        platform = platform_named(next(iter(embedding.sharding.device_set)).platform)
+        if self._split is not None and platform != "cpu":
+            return "dense"
+        return attention_kernel("auto", platform, length, embedding.dtype.name)
 
     def fork(self, source: Int32[np.ndarray, " slots"]) -> None:
         """Copies the cache of slot ``source[s]`` into slot s."""
@@ -530,7 +542,8 @@ class ModelRunner:
             found[_DECODE.format(window)] = functools.partial(run.decode.lower, weights, cache, rows, steps=self._steps)
             for count, length in self._prefill_shapes(window):
                 tokens, prefilled = np.zeros((count, length), np.int32), self._cache_shape(count, length)
-                found.setdefault(_PREFILL.format(count, length), functools.partial(run.prefill.lower, weights, tokens))
+                lower = functools.partial(run.prefill.lower, weights, tokens, kernel=self._kernel(length))
+                found.setdefault(_PREFILL.format(count, length), lower)
                 found[_INSERT.format(count, length, window)] = functools.partial(
                     run.insert.lower, cache.keys[0], prefilled.keys[0], slots
                 )

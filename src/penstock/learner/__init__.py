@@ -16,15 +16,17 @@ if TYPE_CHECKING:
         save_checkpoint,
     )
     from penstock.learner.config import (
-        ControlOptimizerConfig,
         CorrectionConfig,
         LearnerConfig,
         LossConfig,
         OptimizerConfig,
+        WarmStartConfig,
+    )
+    from penstock.learner.control_config import (
+        ControlOptimizerConfig,
         PpoConfig,
         ReferenceKlConfig,
         VTraceConfig,
-        WarmStartConfig,
     )
     from penstock.learner.control_learner import ControlLearner
     from penstock.learner.control_losses import gae, vtrace
@@ -37,7 +39,7 @@ _EXPORTS = {
     "BestCheckpoint": "checkpoints",
     "Checkpoint": "checkpoints",
     "ControlLearner": "control_learner",
-    "ControlOptimizerConfig": "config",
+    "ControlOptimizerConfig": "control_config",
     "CorrectionConfig": "config",
     "CriticConfig": "loss_terms",
     "KlConfig": "loss_terms",
@@ -48,10 +50,10 @@ _EXPORTS = {
     "LossInputs": "losses",
     "OptimizerConfig": "config",
     "PolicyLoss": "losses",
-    "PpoConfig": "config",
-    "ReferenceKlConfig": "config",
+    "PpoConfig": "control_config",
+    "ReferenceKlConfig": "control_config",
     "TokenLoss": "losses",
-    "VTraceConfig": "config",
+    "VTraceConfig": "control_config",
     "WarmStartConfig": "config",
     "gae": "control_losses",
     "latest_checkpoint": "checkpoints",

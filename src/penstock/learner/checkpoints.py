@@ -36,7 +36,7 @@ from penstock.model.language.config import Dtype
 from penstock.types import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from penstock.learner.config import PpoConfig
+    from penstock.learner.control_config import PpoConfig
     from penstock.learner.control_learner import ControlLearner
     from penstock.learner.learner import Learner
     from penstock.model.control import ControlPolicy

@@ -1,19 +1,22 @@
-"""Configuration of the learners, of language policies and of control policies (PPO). Loads neither JAX nor optax.
+"""Configuration of the learner of language policies, and what that of control policies shares with it.
 
+Loads neither JAX nor optax.
 A loss preset fills in every field that was not given, so a dumped config shows the whole loss, and a dumped
-config loads as itself. What PPO minimises, and what is masked where, is in docs/learner.md.
+config loads as itself.
 """
 
 import logging
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
 from penstock.batch.advantages import AdvantageName
+from penstock.batch.packing import RowShape
 from penstock.learner.loss_terms import CriticConfig, KlConfig
+from penstock.model.language.attention_choice import AttentionChoice
 from penstock.types import ConfigError, RLLossModule
 from penstock.types.idle_keys import refuse_idle
 from penstock.types.importing import load_attribute
@@ -44,11 +47,11 @@ PRESET_FILTERS: dict[str, dict[str, Any]] = {"dapo": {"filter_zero_variance": Tr
 """What presets change of ``replay.batch_maker``, whose filters act before the learner has anything."""
 
 
-class _Frozen(BaseModel, frozen=True, extra="forbid"):
-    pass
+class FrozenConfig(BaseModel, frozen=True, extra="forbid"):
+    """Of a section of the configuration."""
 
 
-class CorrectionConfig(_Frozen, frozen=True):
+class CorrectionConfig(FrozenConfig, frozen=True):
     """Off-policy correction: what multiplies a token's loss, from w = exp(ℓ_p − ℓ_b).
 
     Attributes:
@@ -82,7 +85,7 @@ class CorrectionConfig(_Frozen, frozen=True):
         return self
 
 
-class LossConfig(_Frozen, frozen=True):
+class LossConfig(FrozenConfig, frozen=True):
     """The policy loss; see `penstock.learner.losses` for the equations.
 
     Attributes:
@@ -177,7 +180,7 @@ class LossConfig(_Frozen, frozen=True):
 _ADAMW_KEYS = ("beta1", "beta2", "epsilon")
 
 
-class OptimizerConfig(_Frozen, frozen=True):
+class OptimizerConfig(FrozenConfig, frozen=True):
     """An optimiser with warm-up and clipping; `penstock.learner.optimizer` has the equations.
 
     Attributes:
@@ -257,7 +260,7 @@ _OUTER = frozenset(("embedding", "head", "heads", "value_head"))
 """Parts of names of what is at a policy's ends."""
 
 
-class WarmStartConfig(_Frozen, frozen=True):
+class WarmStartConfig(FrozenConfig, frozen=True):
     """Supervised steps on reference solutions before the reinforcement learning begins.
 
     Attributes:
@@ -282,7 +285,7 @@ class WarmStartConfig(_Frozen, frozen=True):
         return config.model_copy(update=own)
 
 
-class ParityConfig(_Frozen, frozen=True):
+class ParityConfig(FrozenConfig, frozen=True):
     """How engines and learner are held to the same log-probabilities; `penstock.learner.parity` has the rules.
 
     Attributes:
@@ -304,12 +307,13 @@ class ParityConfig(_Frozen, frozen=True):
     hard_kl_limit: float = Field(default=0.1, gt=0)
 
 
-def _refuse_idle_course(optimizer: OptimizerConfig) -> None:
+def refuse_idle_course(optimizer: OptimizerConfig) -> None:
+    """Refuses keys of a learning rate's course that it does not have."""
     if optimizer.schedule == "constant":
         refuse_idle(optimizer, ("final_fraction",), "schedule is 'constant'", at="optimizer.")
 
 
-class LearnerConfig(_Frozen, frozen=True):
+class LearnerConfig(FrozenConfig, frozen=True):
     """The learner.
 
     Attributes:
@@ -325,7 +329,15 @@ class LearnerConfig(_Frozen, frozen=True):
             the forward pass of the step itself; ``behaviour``: the weights that sampled, so that the ratio is all of
             the off-policy ratio, and no correction is applied again.
         row_length: Tokens of a packed row; the longest sequence that can be trained.
-        micro_batch_rows: Rows that go through the model at once; memory is in proportion to it.
+        row_lengths: Several lengths of rows, ascending, for sequences of very different lengths. The last is
+            `row_length`, which need not be written beside it. An optimiser step takes those that need the fewest
+            micro-batches.
+        micro_batch_rows: Rows that go through the model at once; memory is in proportion to it. Of shorter
+            `row_lengths` as many more as have the tokens of these.
+        attention: What computes attention. ``auto``: ``dense`` for short rows; for long ones ``blocks``, plain JAX that
+            skips what is masked, on CPUs and of float32 models, else ``pallas``, a kernel for GPUs and TPUs.
+            ``cudnn``: NVIDIA's for packed rows, by a private interface of JAX. Only ``dense`` takes memory that is
+            quadratic in the length of rows.
         remat: Recompute each layer's activations in the backward pass instead of keeping them. On by default:
             it costs a CPU next to nothing, because memory that is not touched is not paged in either.
         head_tile_tokens: Tokens whose scores over the vocabulary exist at the same time.
@@ -344,9 +356,11 @@ class LearnerConfig(_Frozen, frozen=True):
     minibatches: int = Field(default=1, ge=1)
     proximal: Literal["auto", "recompute", "behaviour"] = "auto"
     row_length: int = Field(default=1024, ge=2)
+    row_lengths: tuple[Annotated[int, Field(ge=2)], ...] = Field(default=(), max_length=4)
     micro_batch_rows: int = Field(default=8, ge=1)
     remat: bool = True
     head_tile_tokens: int = Field(default=256, ge=1)
+    attention: AttentionChoice = "auto"
     parity: ParityConfig = ParityConfig()
     max_non_finite_updates: int = Field(default=5, ge=1)
     allow_truncated_sampling: bool = False
@@ -364,6 +378,22 @@ class LearnerConfig(_Frozen, frozen=True):
             values["mismatch_limit"],
         )
         return {name: value for name, value in values.items() if name != "mismatch_limit"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _longest_row(cls, values: Any) -> Any:
+        """Rows of several lengths say what the longest is."""
+        if not isinstance(values, Mapping) or not values.get("row_lengths") or "row_length" in values:
+            return values
+        lengths = values["row_lengths"]
+        whole = isinstance(lengths, list | tuple) and all(isinstance(length, int) for length in lengths)
+        return {**values, "row_length": max(lengths)} if whole else values
+
+    @property
+    def row_shapes(self) -> tuple[RowShape, ...]:
+        """Of micro-batches, ascending by length, of equally many tokens as near as whole rows allow."""
+        tokens = self.micro_batch_rows * self.row_length
+        return tuple(RowShape(length, tokens // length) for length in self.row_lengths or (self.row_length,))
 
     @property
     def optimizer_steps(self) -> int:
@@ -393,6 +423,13 @@ class LearnerConfig(_Frozen, frozen=True):
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> "LearnerConfig":
+        if self.row_lengths and self.row_lengths != (*sorted({*self.row_lengths}),):
+            raise ValueError(f"row_lengths is {list(self.row_lengths)}: name each length once, the shortest first")
+        if self.row_lengths and self.row_length != self.row_lengths[-1]:
+            raise ValueError(
+                f"row_length is {self.row_length} and the longest of row_lengths {self.row_lengths[-1]}: leave one of "
+                "them out, or make them agree"
+            )
         if not self.has_critic:
             keys, why = (
                 tuple(CriticConfig.model_fields),
@@ -402,7 +439,7 @@ class LearnerConfig(_Frozen, frozen=True):
         if not self.kl.coefficient and self.loss.module is None:
             refuse_idle(self.kl, ("reference",), "coefficient is 0, and nothing else reads a reference", at="kl.")
         if self.warm_start is None:  # which ends along a cosine
-            _refuse_idle_course(self.optimizer)
+            refuse_idle_course(self.optimizer)
         if self.proximal == "behaviour":
             self._check_behaviour_ratio()
         elif self.optimizer_steps == 1:
@@ -420,156 +457,3 @@ class LearnerConfig(_Frozen, frozen=True):
         keys = tuple(CorrectionConfig.model_fields)
         why = "proximal is 'behaviour', whose ratio is all there is to correct"
         refuse_idle(self.loss.correction, keys, why, at="loss.correction.")
-
-
-class ControlOptimizerConfig(OptimizerConfig, frozen=True):
-    """As `OptimizerConfig`, with PPO's usual settings.
-
-    The learning rate's course counts updates, not optimiser steps: all of an update are at one rate.
-    """
-
-    learning_rate: float = Field(default=3e-4, ge=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    epsilon: float = Field(default=1e-5, gt=0)
-    max_grad_norm: float | None = Field(default=0.5, gt=0)
-
-
-class VTraceConfig(_Frozen, frozen=True):
-    """V-trace instead of GAE for fragments that are old.
-
-    Attributes:
-        beyond_staleness: For fragments whose oldest step lies more versions back than this; None: never.
-        rho_clip: Largest ratio that a value error is weighted with.
-        c_clip: Largest ratio that errors are carried back with.
-        policy_clip: Largest ratio that the policy's gradient is weighted with.
-    """
-
-    beyond_staleness: int | None = Field(default=1, ge=0)
-    rho_clip: float = Field(default=1.0, gt=0)
-    c_clip: float = Field(default=1.0, gt=0)
-    policy_clip: float = Field(default=1.0, gt=0)
-
-    @model_validator(mode="after")
-    def _c_below_rho(self) -> "VTraceConfig":
-        if self.c_clip > self.rho_clip:
-            raise ValueError(
-                f"c_clip is {self.c_clip}, more than rho_clip = {self.rho_clip}: V-trace is defined for c_clip ≤ "
-                "rho_clip; lower c_clip"
-            )
-        if self.beyond_staleness is None:
-            clips = ("rho_clip", "c_clip", "policy_clip")
-            refuse_idle(self, clips, "beyond_staleness is null, so no fragment is old enough for V-trace")
-        return self
-
-
-class ReferenceKlConfig(_Frozen, frozen=True):
-    """A penalty of coefficient · KL(reference ‖ policy), so that training keeps to what the reference does.
-
-    Attributes:
-        coefficient: Before the first update.
-        decay: It is multiplied by this after every update.
-        reference: Folder of a control policy for the same spaces; None: the learner's own at version
-            `reference_version`.
-        reference_version: The version that is kept; before it there is no penalty.
-    """
-
-    coefficient: float = Field(default=0.2, gt=0)
-    decay: float = Field(default=0.9995, gt=0, le=1)
-    reference: str | None = None
-    reference_version: int = Field(default=0, ge=0)
-
-    @model_validator(mode="after")
-    def _one_reference(self) -> "ReferenceKlConfig":
-        if self.reference is not None and self.reference_version:
-            raise ValueError(
-                f"reference is {self.reference!r} and reference_version is {self.reference_version}: the reference is "
-                "a folder or one of the run's own versions; remove one"
-            )
-        return self
-
-    def coefficient_at(self, step: int) -> float:
-        """Of update `step`."""
-        if self.reference is None and step < self.reference_version:
-            return 0.0
-        return self.coefficient * self.decay**step
-
-
-class PpoConfig(_Frozen, frozen=True):
-    """The learner of control policies.
-
-    Attributes:
-        discount: γ.
-        gae_lambda: λ of GAE and of V-trace.
-        reward_scale: Rewards are multiplied by this for the learner alone, so that returns come to some ones or tens:
-            else the loss of values drowns that of the policy. Values are in these units, statistics in the simulator's.
-        clip: The ratio is clipped at 1 ± this.
-        dual_clip: Lower bound of the surrogate where the advantage is negative, as a multiple of it; None: unbounded.
-        value_clip: Values may move by this much in an update before their gradient ends; it is in the units of
-            scaled returns. None: not clipped.
-        epochs: How often an update goes through its batch.
-        minibatches: Optimiser steps per epoch; each takes whole fragments.
-        normalize_advantages: To mean 0 and deviation 1 over the trained steps of a ``minibatch`` or of the ``batch``.
-        entropy_coefficient: Of the entropy bonus.
-        value_coefficient: Of the value loss.
-        target_kl: An update ends after the first epoch whose mean KL from the policy before the update exceeds this;
-            None: never.
-        burn_in: Steps at a fragment's start that only bring the recurrent state up to date; 0 without memory.
-        value_warmup_updates: First updates, in which only `value_arrays` train.
-        value_arrays: Names of the arrays that only values depend on; patterns.
-        correction: Weight of a step that another version sampled, where V-trace has not weighted it already.
-        vtrace: For old fragments.
-        reference_kl: Penalty towards a reference policy; None: none.
-        optimizer: How the loss is minimised.
-        mismatch_limit: Largest difference between log-probabilities as the fleet recorded them and as the learner
-            computes them, over steps sampled under the learner's own version.
-        max_non_finite_updates: So many updates in a row with a step that was skipped end the run.
-    """
-
-    discount: float = Field(default=0.99, ge=0, le=1)
-    gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    reward_scale: float = Field(default=1.0, gt=0)
-    clip: float = Field(default=0.2, gt=0, lt=1)
-    dual_clip: float | None = Field(default=None, gt=1)
-    value_clip: float | None = Field(default=None, gt=0)
-    epochs: int = Field(default=4, ge=1)
-    minibatches: int = Field(default=4, ge=1)
-    normalize_advantages: Literal["minibatch", "batch", "none"] = "minibatch"
-    entropy_coefficient: float = Field(default=0.01, ge=0)
-    value_coefficient: float = Field(default=0.5, ge=0)
-    target_kl: float | None = Field(default=None, gt=0)
-    burn_in: int = Field(default=0, ge=0)
-    value_warmup_updates: int = Field(default=0, ge=0)
-    value_arrays: tuple[str, ...] = ("value_head.*", "value_encoder.*")
-    correction: CorrectionConfig = CorrectionConfig()
-    vtrace: VTraceConfig = VTraceConfig()
-    reference_kl: ReferenceKlConfig | None = None
-    optimizer: ControlOptimizerConfig = ControlOptimizerConfig()
-    mismatch_limit: float = Field(default=1e-3, gt=0)
-    max_non_finite_updates: int = Field(default=5, ge=1)
-
-    @model_validator(mode="after")
-    def _values_are_trained(self) -> "PpoConfig":
-        if self.value_coefficient == 0 and self.value_warmup_updates:
-            raise ValueError(
-                f"value_warmup_updates is {self.value_warmup_updates} and value_coefficient is 0: the warm-up would "
-                "train nothing; raise value_coefficient"
-            )
-        if self.value_warmup_updates and not self.value_arrays:
-            raise ValueError(
-                f"value_warmup_updates is {self.value_warmup_updates} and value_arrays is empty: the warm-up would "
-                "train nothing; name the value head's arrays"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _every_key_acts(self) -> "PpoConfig":
-        _refuse_idle_course(self.optimizer)
-        if not self.value_warmup_updates:
-            refuse_idle(self, ("value_arrays",), "value_warmup_updates is 0")
-        if not self.value_coefficient:
-            refuse_idle(self, ("value_clip",), "value_coefficient is 0")
-        refuse_idle(self.correction, ("scope", "veto"), "steps of simulators are weighed one by one", at="correction.")
-        if self.epochs == 1:
-            refuse_idle(self, ("target_kl",), "it ends an update between two epochs, and epochs is 1")
-        return self

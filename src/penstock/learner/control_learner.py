@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array
 
 from penstock.learner import control_step as compiled
-from penstock.learner.config import PpoConfig, ReferenceKlConfig
+from penstock.learner.control_config import PpoConfig, ReferenceKlConfig
 from penstock.learner.control_losses import LossTerms
 from penstock.learner.control_step import (
     FEWEST_FINALS,

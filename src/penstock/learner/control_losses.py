@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
-from penstock.learner.config import PpoConfig
+from penstock.learner.control_config import PpoConfig
 from penstock.learner.losses import ppo_clipped, ppo_surrogate, probability_ratio
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from penstock.learner.config import PpoConfig
+from penstock.learner.control_config import PpoConfig
 from penstock.learner.control_losses import (
     Estimates,
     LossTerms,

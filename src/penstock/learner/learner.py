@@ -2,7 +2,7 @@
 
 It holds the parameters, the optimiser's state and the step; what is drawn (which groups share a minibatch) follows from
 seed and step alone. An update is `epochs` · `minibatches` optimiser steps, and one new version. Each step adds the
-gradients of micro-batches of one fixed shape, waiting for each, so that an engine on the same device gets its turns.
+gradients of micro-batches of few fixed shapes, waiting for each, so that an engine on the same device gets its turns.
 Parameters that were handed out are never donated: `decoder` stays valid for whoever holds it. One thread at a time.
 While the device computes, the host packs what comes after it, the next optimiser step's rows or the next update's where
 its batch is known, and hands them to the device: one step ahead, never more.
@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float32
 
+from penstock.batch import RowShape
 from penstock.learner import step as compiled
 from penstock.learner.config import LearnerConfig, LossConfig
 from penstock.learner.critic import Critic, ValueHead, ValueTargets
@@ -56,6 +57,7 @@ from penstock.learner.step import (
 )
 from penstock.learner.warm_start import WarmStart
 from penstock.model.language import Decoder, named_arrays, save_decoder
+from penstock.model.language.attention_choice import check_attention, platform_named
 from penstock.model.language.hugging_face import PolicyTokenizer
 from penstock.model.programs import Programs, compile_programs
 from penstock.types import ConfigError, NonFiniteError, RLExample, TrainingBatch, WeightsError, fold, generator
@@ -99,7 +101,7 @@ class Learner:
         self._skipped_in_a_row = 0
         self._state = initial_state(config.optimizer, decoder)
         self._reference = ReferenceWeights(config.kl, decoder)
-        options = _forward_options(config)
+        options = _forward_options(config, decoder)
         self._warm_start = WarmStart(config, options)
         frozen = config.optimizer.frozen
         self._zeros = compiled.zeros_maker(frozen)
@@ -135,7 +137,7 @@ class Learner:
 
     def scoring_programs(self) -> Programs:
         """Those of `score`."""
-        rows = {n: empty_micro_batch(n, 1) for n in reversed(scored_lengths(self._config.row_length))}
+        rows = {n: empty_micro_batch(RowShape(n, 1)) for n in reversed(self._scored_lengths)}
         lowered = {
             f"log-probabilities, {length} tokens": partial(self._score.lower, self._decoder, row)
             for length, row in rows.items()
@@ -144,26 +146,34 @@ class Learner:
 
     def update_programs(self) -> Programs:
         """Those of `update`, the longest first."""
-        row_length = self._config.row_length
-        batch = empty_micro_batch(row_length, self._config.micro_batch_rows)
         critic = self._critic.head
         so_far = jax.eval_shape(partial(self._zeros, critic=critic), self._decoder)
         scalar = np.float32(0)
         applied = self._decoder, self._state, so_far.gradients, scalar, so_far.sums.loss
+        accumulate = partial(self._accumulate.lower, self._decoder, so_far)
         lowered = {
-            "gradient": partial(self._accumulate.lower, self._decoder, so_far, batch, critic=critic),
+            **self._of_shapes("gradient", lambda batch: partial(accumulate, batch, critic=critic)),
             "optimiser step": partial(self._apply.lower, *applied),
             "empty gradient": partial(self._zeros.lower, self._decoder, critic=critic),
         }
         if critic is not None:
-            lowered["values"] = partial(self._value.lower, self._decoder, critic, batch)
+            lowered |= self._of_shapes("values", lambda batch: partial(self._value.lower, self._decoder, critic, batch))
             lowered["optimiser step of values"] = partial(self._critic.lower, so_far.critic)
         proximal = self._config.recomputes_proximal
         if proximal or self._config.kl.reference is not None:  # one program scores for both
-            lowered[f"{'proximal' if proximal else 'reference'} log-probabilities"] = partial(
-                self._score.lower, self._decoder, batch
-            )
+            name = f"{'proximal' if proximal else 'reference'} log-probabilities"
+            lowered |= self._of_shapes(name, lambda batch: partial(self._score.lower, self._decoder, batch))
         return _compiling(lowered)
+
+    def _of_shapes(self, name: str, lower: Callable[[compiled.MicroBatch], Any]) -> dict[str, Any]:
+        """A program for each shape of rows, the longest first; one alone needs no length in its name."""
+        shapes = self._config.row_shapes
+        names = [name] if len(shapes) == 1 else [f"{name}, rows of {shape.length}" for shape in shapes]
+        return {own: lower(empty_micro_batch(shape)) for own, shape in reversed(list(zip(names, shapes, strict=True)))}
+
+    @property
+    def _scored_lengths(self) -> tuple[int, ...]:
+        return scored_lengths(*(shape.length for shape in self._config.row_shapes))
 
     def update(self, batch: TrainingBatch, version_step: int, left_out: Collection[str] = ()) -> dict[str, float]:
         """One update: `epochs` · `minibatches` optimiser steps on one batch.
@@ -223,8 +233,8 @@ class Learner:
 
     def _gradient_of(self, minibatch: Minibatch, rollout_id: str, start: int, stop: int) -> Any:
         ids = {example.rollout_ids[0]: len(example.tokens) for example in minibatch.examples}
-        length = next(n for n in scored_lengths(self._config.row_length) if n >= ids[rollout_id])
-        (micro_batch,) = self._plan(minibatch, (length, 1), ids.keys() - {rollout_id}).micro_batches
+        length = next(n for n in self._scored_lengths if n >= ids[rollout_id])
+        (micro_batch,) = self._plan(minibatch, [RowShape(length, 1)], ids.keys() - {rollout_id}).micro_batches
         inside = (start <= micro_batch.positions) & (micro_batch.positions < stop)
         micro_batch = micro_batch._replace(loss_weight=np.where(inside, micro_batch.loss_weight, np.float32(0)))
         (gradients, _), _ = self._gradients(self._accumulate, [micro_batch], self._critic.head)
@@ -243,9 +253,9 @@ class Learner:
         if not examples:
             return []
         longest = max(len(example.tokens) for example in examples)
-        length = next(n for n in scored_lengths(self._config.row_length) if n >= longest)
+        length = next(n for n in self._scored_lengths if n >= longest)
         scoring = partial(self._score, self._decoder if decoder is None else decoder)
-        return score_plan(plan_scoring(examples, length, 1), scoring)
+        return score_plan(plan_scoring(examples, [RowShape(length, 1)]), scoring)
 
     def reference_logprobs(self, examples: Sequence[RLExample]) -> tuple[int, list[Float32[np.ndarray, " pos"]]]:
         """ℓ_ref by the loss's own forward pass; from any thread, also while an update is made.
@@ -292,7 +302,7 @@ class Learner:
         """
         warm_start = self._warm_start
         state = warm_start.begin(self._decoder)
-        plan = plan_update(examples, _SUPERVISED, self._config.row_length, self._config.micro_batch_rows, self._step)
+        plan = plan_update(examples, _SUPERVISED, self._config.row_shapes, self._step)
         (gradients, _), sums = self._gradients(warm_start.accumulate, plan.micro_batches)
         rate = warm_start.learning_rate()
         self._decoder, warm_start.state, applied = warm_start.apply(
@@ -379,12 +389,12 @@ class Learner:
         return self._critic.advantages(examples, values)
 
     def _scored_sampled(self, examples: Sequence[RLExample], decoder: Decoder) -> list[Float32[np.ndarray, " pos"]]:
-        """Log-probabilities of sampled tokens, in micro-batches of an update's shape."""
+        """Log-probabilities of sampled tokens, in micro-batches of an update's shapes."""
         return score_plan(self._sampled_plan(examples), partial(self._score, decoder))
 
     def _sampled_plan(self, examples: Sequence[RLExample]) -> UpdatePlan:
-        """Micro-batches of an update's shape that score sampled tokens."""
-        return plan_scoring(examples, self._config.row_length, self._config.micro_batch_rows, every_token=False)
+        """Micro-batches of an update's shapes that score sampled tokens."""
+        return plan_scoring(examples, self._config.row_shapes, every_token=False)
 
     def _rate(self) -> float:
         return learning_rate(self._config.optimizer, self._step, self._total_steps)
@@ -466,18 +476,17 @@ class Learner:
         return applied
 
     def _planned(self, minibatch: Minibatch, left_out: Collection[str], step: int | None = None) -> UpdatePlan:
-        """Micro-batches of an update's shape, without those that need no forward pass; of this update or another."""
-        rows = self._config.row_length, self._config.micro_batch_rows
-        return self._plan(minibatch, rows, {*left_out, *self._uncomputed(minibatch.examples)}, step)
+        """Micro-batches of an update's shapes, without those that need no forward pass; of this update or another."""
+        return self._plan(minibatch, self._config.row_shapes, {*left_out, *self._uncomputed(minibatch.examples)}, step)
 
     def _plan(
-        self, minibatch: Minibatch, rows: tuple[int, int], left_out: Collection[str], step: int | None = None
+        self, minibatch: Minibatch, shapes: Sequence[RowShape], left_out: Collection[str], step: int | None = None
     ) -> UpdatePlan:
-        """Micro-batches of an optimiser step, of so many tokens per row and rows each."""
+        """Micro-batches of an optimiser step, of these shapes."""
         return plan_update(
             minibatch.examples,
             self._config.loss,
-            *rows,
+            shapes,
             self._step if step is None else step,
             max_tokens=[self._denominator(example) for example in minibatch.examples],
             proximal_logprobs=minibatch.proximal,
@@ -534,5 +543,14 @@ def _proximal_source(config: LearnerConfig) -> compiled.ProximalSource:
     return "stored" if config.recomputes_proximal else "current"
 
 
-def _forward_options(config: LearnerConfig) -> compiled.ForwardOptions:
-    return compiled.ForwardOptions(config.remat, config.head_tile_tokens)
+def _forward_options(config: LearnerConfig, decoder: Decoder) -> compiled.ForwardOptions:
+    """For the device that holds the parameters, present or described.
+
+    Raises:
+        ConfigError: the configured attention cannot act there.
+    """
+    device = min(decoder.embedding.sharding.device_set, key=lambda each: each.id)
+    platform, capability = platform_named(device.platform), getattr(device, "compute_capability", None)
+    capability = None if capability is None else float(capability)
+    check_attention(config.attention, platform, decoder.config, capability)
+    return compiled.ForwardOptions(config.remat, config.head_tile_tokens, config.attention, platform)

@@ -1,7 +1,7 @@
 """The compiled functions of an update, and the micro-batches of one fixed shape that they take.
 
-Gradient of a micro-batch, added up; and log-probabilities alone (of `Learner.score`, and the proximal ones). Every
-function sees one shape only, [micro_batch_rows, row_length], so it is compiled once; learners of equal configuration
+Gradient of a micro-batch, added up; and log-probabilities alone (of `Learner.score`, and the proximal ones). A function
+sees few shapes, those of `LearnerConfig.row_shapes`, and is compiled once for each; learners of equal configuration
 share the compiled code. The loss of a step is a weighted sum over tokens with weights fixed beforehand
 (`losses.sequence_weights`), so micro-batches simply add.
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Int64, PyTree
 
-from penstock.batch import PackedBatch, Placement, pack, place, stack, trainable_tokens, unpack
+from penstock.batch import PackedBatch, Placement, RowShape, pack, place, shapes_for, stack, trainable_tokens, unpack
 from penstock.learner.config import LossConfig
 from penstock.learner.critic import ValueHead, ValueTargets, value_token_loss
 from penstock.learner.loss_terms import CriticConfig, KlConfig
@@ -37,7 +37,8 @@ from penstock.learner.losses import (
     tiled_logprobs,
 )
 from penstock.learner.optimizer import OptimizerState, join_frozen, split_frozen
-from penstock.model.language import Decoder
+from penstock.model.language import Decoder, Segments
+from penstock.model.language.attention_choice import AttentionChoice, Platform, attention_kernel
 from penstock.types import RLExample
 
 
@@ -49,7 +50,7 @@ class MicroBatch(NamedTuple):
     Attributes:
         tokens: Packed rows.
         position_ids: Position within each sequence.
-        segment_ids: 1, 2, …, 0 for padding.
+        segments: Where the sequences lie; a row has room for one to every two positions, as many as can have a loss.
         positions: Flat index (row · S + position) of the entry's token; never a sequence's first.
         labels: The token there.
         temperature: The rollout's.
@@ -66,7 +67,7 @@ class MicroBatch(NamedTuple):
 
     tokens: Int32[Array, "rows pos"]
     position_ids: Int32[Array, "rows pos"]
-    segment_ids: Int32[Array, "rows pos"]
+    segments: Segments
     positions: Int32[Array, " k"]
     labels: Int32[Array, " k"]
     temperature: Float32[Array, " k"]
@@ -152,8 +153,7 @@ class PlannedStep(NamedTuple):
 def plan_update(
     examples: Sequence[RLExample],
     loss: LossConfig,
-    row_length: int,
-    micro_rows: int,
+    shapes: Sequence[RowShape],
     version_step: int,
     *,
     max_tokens: Sequence[int] | None = None,
@@ -166,17 +166,16 @@ def plan_update(
     Args:
         examples: All of the step's, not yet packed into rows.
         loss: Decides the aggregation.
-        row_length: Tokens per row, S.
-        micro_rows: Rows per micro-batch, R.
+        shapes: Of micro-batches, ascending by length.
         version_step: The learner's version.
-        max_tokens: Of each example its denominator under ``constant`` aggregation; None: the loss's, or `row_length`.
+        max_tokens: Of each example its denominator under ``constant`` aggregation; None: the loss's, or a row's.
         proximal_logprobs: ℓ_p of each example's tokens; None where the loss does not read them.
         value_targets: Of each example; None where there is no value head.
         left_out: Ids of rollouts that the loss's denominators count and no row holds; the placements are of the others.
             Where none is left there is no micro-batch.
     """
     sampled = [trainable_tokens(example) for example in examples]
-    denominators = max_tokens or [loss.max_tokens or row_length] * len(examples)
+    denominators = max_tokens or [loss.max_tokens or shapes[-1].length] * len(examples)
     weights = sequence_weights(sampled, loss.aggregation, denominators)
     same = [bool((e.weight_steps[e.loss_mask] == version_step).all()) for e in examples]
     proximal = [None] * len(examples) if proximal_logprobs is None else proximal_logprobs
@@ -187,7 +186,7 @@ def plan_update(
     ]
     kept = [index for index, example in enumerate(examples) if example.rollout_ids[0] not in left_out]
     chosen = [examples[index] for index in kept], [filled[index] for index in kept]
-    return _plan(*chosen, row_length, micro_rows, every_token=False)
+    return _plan(*chosen, shapes, every_token=False)
 
 
 def has_advantage(example: RLExample) -> bool:
@@ -195,18 +194,15 @@ def has_advantage(example: RLExample) -> bool:
     return bool(example.advantage[example.loss_mask].any())
 
 
-def plan_scoring(
-    examples: Sequence[RLExample], row_length: int, micro_rows: int, every_token: bool = True
-) -> UpdatePlan:
+def plan_scoring(examples: Sequence[RLExample], shapes: Sequence[RowShape], every_token: bool = True) -> UpdatePlan:
     """Micro-batches for log-probabilities alone.
 
     Args:
         examples: Not yet packed into rows.
-        row_length: Tokens per row, S.
-        micro_rows: Rows per micro-batch, R.
+        shapes: Of micro-batches, ascending by length.
         every_token: The entries are all tokens but each sequence's first; else those under the loss mask.
     """
-    return _plan(examples, [_Filling(0.0, False)] * len(examples), row_length, micro_rows, every_token)
+    return _plan(examples, [_Filling(0.0, False)] * len(examples), shapes, every_token)
 
 
 def score_plan(plan: UpdatePlan, scoring: Callable[[MicroBatch], Any]) -> list[Float32[np.ndarray, " pos"]]:
@@ -216,22 +212,22 @@ def score_plan(plan: UpdatePlan, scoring: Callable[[MicroBatch], Any]) -> list[F
         plan: From `plan_scoring`.
         scoring: Of a micro-batch, float32 [k].
     """
-    scores = []
+    scores = list[np.ndarray]()
     for micro_batch in plan.micro_batches:
         found, count = np.asarray(scoring(micro_batch)), int(micro_batch.count)
         rows = np.zeros(micro_batch.tokens.shape, np.float32)
         rows.reshape(-1)[np.asarray(micro_batch.positions)[:count]] = found[:count]
-        scores.append(rows)
-    return unpack(np.concatenate(scores), plan.placements) if scores else []
+        scores.extend(rows)
+    return unpack(scores, plan.placements)
 
 
-def scored_lengths(row_length: int) -> tuple[int, ...]:
+def scored_lengths(*row_lengths: int) -> tuple[int, ...]:
     """Tokens of the rows in which sequences are scored, ascending: few lengths, all compiled before they are needed."""
     lengths, length = [], 64
-    while length <= row_length // 2:
+    while length <= row_lengths[0] // 2:
         lengths.append(length)
         length *= 4
-    return (*lengths, row_length)
+    return (*lengths, *row_lengths)
 
 
 def minibatches_of(
@@ -255,16 +251,16 @@ def minibatches_of(
     return [np.flatnonzero(np.isin(group, part)) for part in parts]
 
 
-def empty_micro_batch(row_length: int, micro_rows: int) -> MicroBatch:
-    """All padding: the shapes that every micro-batch has."""
-    rows: Any = np.zeros((micro_rows, row_length), np.int32)
+def empty_micro_batch(shape: RowShape) -> MicroBatch:
+    """All padding: the arrays that every micro-batch of that shape has."""
+    rows: Any = np.zeros((shape.rows, shape.length), np.int32)
     whole: Any = np.zeros(rows.size, np.int32)
     real: Any = np.zeros(rows.size, np.float32)
     nowhere: Any = np.zeros(rows.size, np.bool_)
     none: Any = np.array(0, np.int32)
     of_entries: dict[str, Any] = dict.fromkeys(MicroBatch._fields[3:], real)
     fixed = {"labels": whole, "positions": whole, "temperature": real + 1, "same_version": nowhere, "count": none}
-    return MicroBatch(rows, rows, rows, **(of_entries | fixed))
+    return MicroBatch(rows, rows, _segments(rows), **(of_entries | fixed))
 
 
 class _Filling(NamedTuple):
@@ -288,8 +284,25 @@ class _Rows(NamedTuple):
 
 
 def _plan(
-    examples: Sequence[RLExample], filled: Sequence[_Filling], row_length: int, micro_rows: int, every_token: bool
+    examples: Sequence[RLExample], filled: Sequence[_Filling], shapes: Sequence[RowShape], every_token: bool
 ) -> UpdatePlan:
+    """The micro-batches of one shape after those of another; rows are counted with those that are all padding."""
+    found = shapes_for([len(example.tokens) for example in examples], shapes)
+    micro_batches, placements, before = list[MicroBatch](), dict[int, Placement](), 0
+    for number, shape in enumerate(shapes):
+        chosen = [index for index, own in enumerate(found) if own == number]
+        of_shape = _plan_shape([examples[i] for i in chosen], [filled[i] for i in chosen], shape, every_token)
+        for index, placement in zip(chosen, of_shape.placements, strict=True):
+            placements[index] = placement._replace(row=placement.row + before)
+        micro_batches += of_shape.micro_batches
+        before += shape.rows * len(of_shape.micro_batches)
+    return UpdatePlan(micro_batches, [placements[index] for index in range(len(examples))])
+
+
+def _plan_shape(
+    examples: Sequence[RLExample], filled: Sequence[_Filling], rows_shape: RowShape, every_token: bool
+) -> UpdatePlan:
+    row_length, micro_rows = rows_shape
     placements = place([len(example.tokens) for example in examples], row_length)
     rows = pack(examples, row_length)
     shape = len(rows), row_length
@@ -316,11 +329,12 @@ def _gather(packed: PackedBatch, wanted: Bool[np.ndarray, "rows pos"], beside: _
         entries[: len(positions)] = values.ravel()[positions]
         return entries
 
-    rows: dict[str, Any] = {name: getattr(packed, name) for name in ("tokens", "position_ids", "segment_ids")}
+    rows: dict[str, Any] = {name: getattr(packed, name) for name in ("tokens", "position_ids")}
     count: Any = np.array(len(positions), np.int32)
     reference = packed.reference_log_probs
     return MicroBatch(
         **rows,
+        segments=_segments(packed.segment_ids),
         positions=front(np.arange(wanted.size, dtype=np.int32)),
         labels=front(packed.tokens),
         temperature=front(packed.temperature, 1.0),
@@ -336,6 +350,10 @@ def _gather(packed: PackedBatch, wanted: Bool[np.ndarray, "rows pos"], beside: _
     )
 
 
+def _segments(ids: Int32[np.ndarray, "rows pos"]) -> Segments:
+    return Segments.of(ids, max(1, ids.shape[1] // 2))
+
+
 TokenLossFunction = Callable[[LossInputs], TokenLoss]
 """Of n tokens, to the loss of each."""
 
@@ -344,10 +362,12 @@ ProximalSource = Literal["current", "stored", "behaviour"]
 
 
 class ForwardOptions(NamedTuple):
-    """How the forward pass trades memory for time; see `LearnerConfig`."""
+    """How the forward pass trades memory for time, see `LearnerConfig`, and what it is compiled for."""
 
     remat: bool
     head_tile_tokens: int
+    attention: AttentionChoice = "auto"
+    platform: Platform = "cpu"
 
 
 _NO_KL, _NO_CRITIC = KlConfig(), CriticConfig()
@@ -468,7 +488,9 @@ def head_outputs(
 
 def entry_states(decoder: Decoder, batch: MicroBatch, options: ForwardOptions) -> Array:
     """[k, hidden] of the states that predicted the entries' tokens; of padding entries, any state."""
-    hidden = decoder.hidden_states(batch.tokens, batch.position_ids, batch.segment_ids, options.remat)
+    length, dtype = batch.tokens.shape[1], decoder.config.dtype
+    kernel = attention_kernel(options.attention, options.platform, length, dtype)
+    hidden = decoder.hidden_states(batch.tokens, batch.position_ids, batch.segments, options.remat, kernel)
     return hidden.reshape(-1, hidden.shape[-1])[jnp.maximum(batch.positions - 1, 0)]
 
 
@@ -531,7 +553,7 @@ def _inputs(loss: LossOptions, outputs: HeadOutputs, batch: MicroBatch, real: Ar
         "behaviour": batch.behaviour_logprobs,
     }
     row_length = batch.tokens.shape[1]
-    segment = batch.segment_ids.reshape(-1)[batch.positions]
+    segment = batch.segments.ids.reshape(-1)[batch.positions]
     return LossInputs(
         outputs.logprobs,
         batch.behaviour_logprobs,

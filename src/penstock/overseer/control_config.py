@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.fleet.config import FleetConfig
-from penstock.learner.config import PpoConfig
+from penstock.learner.control_config import PpoConfig
 from penstock.model.control.config import ControlModelConfig
 from penstock.overseer.config import OverseerConfig, RayConfig, RoleConfig
 from penstock.replay.config import FragmentReplayConfig

@@ -15,8 +15,9 @@ bfloat16 in float32):
   parameters in matrices of layers; Adafactor's rows and columns of each matrix. And 4 P more for the float32 master
   of a bfloat16 model;
 - *KV cache* 2 · 2 L s S v b: the cache, and its copy while it grows or a prompt's samples fork from it;
-- *attention* R H T² (8 + c): scores and their gradient in float32, weights in the dtype of the products; and of the
-  largest prefill, r prompts of length t, H r t² (4 + c) + 8 r t i;
+- *attention*, dense, R H T² (8 + c): scores and their gradient in float32, weights in the dtype of the products; by any
+  other kernel 8 N (q + v) c, half as much again without `remat`; and of the largest prefill, r prompts of length t,
+  8 r t i and dense H r t² (4 + c), else 6 r t (q + v) b;
 - *activations* of one micro-batch: L N h b between layers and N (4 h + 3 q + 4 v + 4 i) c inside one with `remat`;
   without, L N (2 h + 2 q + 2 v + 2 i) b that are kept, and N (h + 2 i) c, or twice the former inside where c is not b;
 - *vocabulary*: the output head takes 8 V h + 12 V · tile and what is kept, before the layers' backward pass; what that
@@ -40,8 +41,10 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from penstock.batch.packing import RowShape
 from penstock.inference.config import EngineConfig
 from penstock.learner.config import STACKED, LearnerConfig, OptimizerConfig
+from penstock.model.language.attention_choice import AttentionKernel, attention_kernel
 from penstock.model.language.config import ModelConfig, PolicyConfig
 from penstock.types import ConfigError
 
@@ -62,7 +65,7 @@ class MemoryEstimate:
         gradients_bytes: Accumulated, and of one micro-batch.
         optimizer_bytes: The optimiser's state, and the float32 master.
         kv_cache_bytes: Twice the engine's cache.
-        attention_bytes: Scores of one micro-batch and of one prefill, quadratic in the row's length.
+        attention_bytes: Of one micro-batch and of one prefill; quadratic in the row's length where it is dense.
         activations_bytes: Of one micro-batch.
         vocabulary_bytes: Gradient of the head, and scores over the vocabulary.
         copies_bytes: In float32, on CPUs of a bfloat16 model.
@@ -183,12 +186,21 @@ def _state_bytes(optimizer: OptimizerConfig, name: str, shape: tuple[int, ...]) 
 
 
 def gradient_temporaries(model: ModelConfig, learner: LearnerConfig, on_cpu: bool = True) -> dict[str, int]:
-    """Bytes that one micro-batch's gradient takes beside parameters and the accumulated gradient, by purpose."""
-    rows, length, count = learner.micro_batch_rows, learner.row_length, model.parameter_count
+    """Bytes that one micro-batch's gradient takes beside parameters and the accumulated gradient, by purpose.
+
+    Of several lengths of rows that which takes most.
+    """
+    found = [_temporaries_of(shape, model, learner, on_cpu) for shape in learner.row_shapes]
+    return max(found, key=lambda parts: sum(parts.values()))
+
+
+def _temporaries_of(shape: RowShape, model: ModelConfig, learner: LearnerConfig, on_cpu: bool) -> dict[str, int]:
+    (length, rows), count = shape, model.parameter_count
+    kernel = attention_kernel(learner.attention, "cpu" if on_cpu else "gpu", length, model.dtype)
     head = 8 * model.vocab_size * model.hidden_size
     layers = {
         "gradient": trained_count(model, learner) * _DTYPE_BYTES[model.dtype],
-        "attention": attention_bytes(model, rows, length, on_cpu),
+        "attention": attention_bytes(model, shape, kernel, learner.remat, on_cpu),
         "activations": activation_bytes(model, rows, length, learner.remat, on_cpu),
         "copies": 4 * count + head if on_cpu and model.dtype == "bfloat16" else 0,
     }
@@ -214,16 +226,22 @@ def kv_cache_bytes(model: ModelConfig, slots: int, length: int) -> int:
     return 2 * model.num_hidden_layers * slots * length * model.key_value_size * _DTYPE_BYTES[model.dtype]
 
 
-def attention_bytes(model: ModelConfig, rows: int, row_length: int, on_cpu: bool = True) -> int:
-    """Attention scores of one layer with their gradient: every query of a row against every key."""
-    computed = 4 if on_cpu else _DTYPE_BYTES[model.dtype]
-    return rows * model.num_attention_heads * row_length**2 * (8 + computed)
+def attention_bytes(
+    model: ModelConfig, shape: RowShape, kernel: AttentionKernel = "dense", remat: bool = True, on_cpu: bool = True
+) -> int:
+    """One layer's attention with its gradient: scores of every query of a row against every key, where it is dense."""
+    computed, tokens = 4 if on_cpu else _DTYPE_BYTES[model.dtype], shape.rows * shape.length
+    if kernel == "dense":
+        return tokens * model.num_attention_heads * shape.length * (8 + computed)
+    return tokens * (model.query_size + model.key_value_size) * computed * (8 if remat else 12)
 
 
 def prefill_temporaries(model: ModelConfig, rows: int, length: int, on_cpu: bool = True) -> int:
     """Bytes that a prefill takes beside parameters and the keys and values that it makes."""
-    computed = 4 if on_cpu else _DTYPE_BYTES[model.dtype]
+    computed, width = 4 if on_cpu else _DTYPE_BYTES[model.dtype], _DTYPE_BYTES[model.dtype]
     scores = rows * model.num_attention_heads * length**2 * (4 + computed)
+    if attention_kernel("auto", "cpu" if on_cpu else "gpu", length, model.dtype) != "dense":
+        scores = 6 * rows * length * (model.query_size + model.key_value_size) * width
     return scores + 8 * rows * length * model.intermediate_size
 
 

@@ -4,9 +4,12 @@ The text is itself a recipe: everything but the config is a comment.
 """
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from penstock.learner.config import LearnerConfig
 from penstock.learner.loss_terms import KlConfig
+from penstock.model.language.attention_choice import attention_kernel, check_attention
 from penstock.overseer.config import RunConfig, rollout_workers
 from penstock.overseer.estimate import MemoryEstimate, bytes_text, computes_on_cpu, estimate_memory, model_shape
 from penstock.rundir.yaml_documents import dump_yaml
@@ -19,15 +22,16 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
     """The config as YAML, followed by the memory estimate and the components as comments.
 
     Raises:
-        ConfigError: the model or tokenizer that the config names is not there.
+        ConfigError: the model or tokenizer that the config names is not there, or attention cannot be computed so.
     """
     if not isinstance(config, RunConfig):
         from penstock.overseer.control.plan import describe_fleet_plan
 
         return describe_fleet_plan(config)
     model = model_shape(config.model)
-    beside = not config.replay.synchronous
-    memory = estimate_memory(model, config.inference, config.learner, computes_on_cpu(), snapshots=beside)
+    beside, on_cpu = not config.replay.synchronous, computes_on_cpu()
+    check_attention(config.learner.attention, "cpu" if on_cpu and find_spec("libtpu") is None else "gpu", model)
+    memory = estimate_memory(model, config.inference, config.learner, on_cpu, snapshots=beside)
     if config.replay.from_rollouts is not None:
         memory = replace(memory, engine_bytes=0, kv_cache_bytes=0)
     comments = [
@@ -38,7 +42,7 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
         *_memory_lines(memory),
         "",
         "Components, threads of one process:" if config.runtime == "local" else "Components, processes under Ray:",
-        *_component_lines(config),
+        *_component_lines(config, _rows(config.learner, model.dtype, on_cpu)),
     ]
     return dump_yaml(config.dump()) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments)
 
@@ -51,7 +55,7 @@ def _memory_lines(memory: MemoryEstimate) -> list[str]:
         "gradients": memory.gradients_bytes,
         "optimiser state": memory.optimizer_bytes,
         **({"KV cache": memory.kv_cache_bytes} if memory.kv_cache_bytes else {}),
-        "attention scores": memory.attention_bytes,
+        "attention": memory.attention_bytes,
         "activations": memory.activations_bytes,
         "scores over the vocabulary": memory.vocabulary_bytes,
         "float32 copies on a CPU": memory.copies_bytes,
@@ -63,14 +67,29 @@ def _memory_lines(memory: MemoryEstimate) -> list[str]:
     return [f"  {name:<34}{bytes_text(count):>11}" for name, count in parts.items()]
 
 
-def _component_lines(config: RunConfig) -> list[str]:
+def _rows(learner: LearnerConfig, dtype: str, on_cpu: bool) -> str:
+    """``rows of 128 tokens (dense attention) or 8192 tokens (attention by blocks)``."""
+    platform = "cpu" if on_cpu else "gpu"
+    lengths = [shape.length for shape in learner.row_shapes]
+    kernels = [attention_kernel(learner.attention, platform, length, dtype) for length in lengths]
+    if len({*kernels}) == 1:
+        return f"rows of {' or '.join(map(str, lengths))} tokens, {_attention(kernels[0])}"
+    each = (f"{lengths[i]} tokens ({_attention(kernel)})" for i, kernel in enumerate(kernels))
+    return f"rows of {' or '.join(each)}"
+
+
+def _attention(kernel: str) -> str:
+    return "dense attention" if kernel == "dense" else f"attention by {kernel}"
+
+
+def _component_lines(config: RunConfig, rows: str) -> list[str]:
     replay, learner = config.replay, config.learner
     warm_start = f"{learner.warm_start.steps} supervised steps, then " if learner.warm_start is not None else ""
     stored = {"stored rollouts": f"{replay.from_rollouts}, {replay.groups_per_batch} groups per update"}
     parts = {
         "overseer": f"watches; ends a run that stands still for {config.overseer.no_progress_s:g} s",
         **(_generating_lines(config) if replay.from_rollouts is None else stored),
-        "learner": f"{warm_start}{config.steps} updates, rows of {learner.row_length} tokens, "
+        "learner": f"{warm_start}{config.steps} updates, {rows}, "
         f"loss {learner.loss.preset}{' with a value head' if learner.has_critic else ''}"
         + _in_steps(learner.optimizer_steps),
         **({} if learner.kl.reference is None else {"reference": _reference(learner.kl)}),

@@ -3,13 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.model.language import Decoder, named_arrays
-from penstock.model.language.decoder import grouped_attention, rotary_tables
+from penstock.model.language import Decoder, Segments, grouped_attention, named_arrays, rotary_tables
 
 
 def rows(tokens, segments=None):
     tokens = jnp.asarray(tokens, jnp.int32)
-    segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments, jnp.int32)
+    segments = Segments.of(np.ones(tokens.shape) if segments is None else segments)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     return tokens, positions, segments
 
@@ -27,7 +26,7 @@ def test_segments_of_a_row_do_not_see_each_other_whatever_their_order(tiny_decod
     decoder = tiny_decoder()
     tokens = jnp.array([[3, 4, 5, 8, 9, 0]], jnp.int32)
     positions = jnp.array([[0, 1, 2, 0, 1, 0]], jnp.int32)
-    packed = states(decoder, tokens, positions, jnp.array([[1, 1, 1, 2, 2, 0]], jnp.int32))[0]
+    packed = states(decoder, tokens, positions, Segments.of([[1, 1, 1, 2, 2, 0]]))[0]
     first = states(decoder, *rows([[3, 4, 5]]))[0]
     second = states(decoder, *rows([[8, 9]]))[0]
     np.testing.assert_allclose(np.asarray(packed[:3]), np.asarray(first), atol=1e-5)

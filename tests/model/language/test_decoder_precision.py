@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from penstock.batch import RowShape
 from penstock.inference.model_runner import ServedWeights, create_cache, decode_step, prefill
 from penstock.learner import LearnerConfig
 from penstock.learner.losses import LossInputs, TokenLoss, policy_token_loss
@@ -30,7 +31,7 @@ def products(jaxpr: Any) -> Iterator[Any]:
 
 
 def micro_batch() -> Any:
-    return jax.tree.map(jnp.asarray, empty_micro_batch(16, 2))
+    return jax.tree.map(jnp.asarray, empty_micro_batch(RowShape(16, 2)))
 
 
 def update(decoder: Any) -> Any:

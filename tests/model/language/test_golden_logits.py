@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from penstock.model.language import load_decoder
+from penstock.model.language import Segments, load_decoder
 
 TOLERANCE = 1e-4
 
@@ -21,8 +21,10 @@ def case(golden):
 
 @pytest.fixture
 def logits_of(states):
-    def compute(decoder, *rows):
-        return np.asarray(decoder.logits(states(decoder, *map(jnp.asarray, rows))))
+    def compute(decoder, tokens, positions, ids):
+        return np.asarray(
+            decoder.logits(states(decoder, jnp.asarray(tokens), jnp.asarray(positions), Segments.of(ids)))
+        )
 
     return compute
 
@@ -71,7 +73,7 @@ def test_every_parameter_matters_to_the_logits(case):
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
 
     def score(model):
-        logits = model.logits(model.hidden_states(tokens, positions, jnp.ones_like(tokens)))
+        logits = model.logits(model.hidden_states(tokens, positions, Segments.of(np.ones(tokens.shape))))
         return jax.nn.log_softmax(logits)[..., 0].sum()
 
     for path, gradient in jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(score))(decoder)):

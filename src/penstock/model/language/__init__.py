@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.model.language.attention import grouped_attention, packed_mask
+    from penstock.model.language.attention import Segments, grouped_attention, packed_mask
     from penstock.model.language.config import InitConfig, ModelConfig, PolicyConfig
     from penstock.model.language.decoder import (
         Decoder,
@@ -22,6 +22,7 @@ _EXPORTS = {
     "Layer": "decoder",
     "ModelConfig": "config",
     "PolicyConfig": "config",
+    "Segments": "attention",
     "grouped_attention": "attention",
     "load_decoder": "hugging_face",
     "load_policy": "hugging_face",
@@ -34,7 +35,7 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "Decoder", "InitConfig", "Layer", "ModelConfig", "PolicyConfig", "grouped_attention", "load_decoder",
+    "Decoder", "InitConfig", "Layer", "ModelConfig", "PolicyConfig", "Segments", "grouped_attention", "load_decoder",
     "load_policy", "named_arrays", "packed_mask", "rms_norm", "rotary_tables", "save_decoder",
     "with_named_arrays",
 ]  # fmt: skip

@@ -1,26 +1,129 @@
-"""Grouped-query attention.
+"""Grouped-query attention: over packed rows by one function, `attention`, and over a cache by `grouped_attention`.
 
-Keys and values are laid out (batch, head, position, dim). That layout is the fast one on a CPU: both products are plain
-batched matrix products over contiguous rows, and a cache needs no transposition.
+`attention` has several kernels for the same mathematics; `penstock.model.language.attention_choice` says which is taken
+where. Only ``dense`` makes an array of length × length.
+
+``dense``   two plain products and a softmax; the one whose results all others are held to
+``blocks``  plain JAX by blocks, masked ones skipped (`penstock.model.language.block_attention`)
+``triton``  JAX's Pallas kernel for NVIDIA GPUs; keys are repeated, since it finds them by the query's head
+``splash``  JAX's Pallas kernel for TPUs; masked blocks are skipped, those of other segments are not
+``cudnn``   cuDNN's packed attention by JAX 0.10.2's private API; keys are repeated, since it misplaces them otherwise
+
+The last three have not run on their chips: their numbers are tested in interpret mode (cuDNN's cannot be), and they
+are compiled for chips that are not there. Whether engine and learner agree is checked by every run.
+
+In `grouped_attention` keys and values are laid out (batch, head, position, dim). That layout is the fast one on a CPU:
+both products are plain batched matrix products over contiguous rows, and a cache needs no transposition.
 """
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from penstock.model.language.attention_choice import AttentionKernel
+from penstock.model.language.block_attention import block_attention
 from penstock.model.language.precision import product, rounded
+
+TILE = 128
+"""Rows are padded to a multiple of this for kernels that are made of such tiles."""
 
 MASKED = -1e30
 """Score of a forbidden pair: finite, so that a row without any allowed key gives no NaN."""
 
 
-def packed_mask(segment_ids: Int[Array, "batch length"]) -> Bool[Array, "batch length length"]:
-    """Who sees whom in packed rows: the same segment, not later in the row.
+class Segments(NamedTuple):
+    """Where the sequences of packed rows lie; made on the host, by `Segments.of`.
+
+    Attributes:
+        ids: 1, 2, … per sequence along its row, 0 for padding.
+        starts: Position where sequence s begins, at s − 1; −1 where there is none.
+        lengths: Its tokens, at s − 1; 0 where there is none.
+    """
+
+    ids: Int[Array, "batch length"]
+    starts: Int[Array, "batch segments"]
+    lengths: Int[Array, "batch segments"]
+
+    @classmethod
+    def of(cls, ids: Any, most: int | None = None) -> "Segments":
+        """From the ids alone.
+
+        Args:
+            ids: [batch, length] in host memory; the positions of a sequence lie together.
+            most: Sequences of a row that there is room for; None: as many as positions.
+
+        Raises:
+            ValueError: a row has more.
+        """
+        ids = np.asarray(ids, np.int32)
+        rows, length = ids.shape
+        room: int = length if most is None else most
+        if ids.size and ids.max() > room:
+            raise ValueError(f"a row of {ids.max()} segments, where there is room for {room}")
+        row, position = np.nonzero(ids)
+        at = row, ids[row, position] - 1
+        starts, lengths = np.full((rows, room), length, np.int32), np.zeros((rows, room), np.int32)
+        np.minimum.at(starts, at, position)
+        np.add.at(lengths, at, 1)
+        return cls(ids, np.where(lengths > 0, starts, -1), lengths)  # pyright: ignore[reportArgumentType]
+
+
+def attention(
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch length kv_heads head_dim"],
+    value: Float[Array, "batch length kv_heads head_dim"],
+    segments: Segments,
+    kernel: AttentionKernel = "dense",
+    window: int | None = None,
+) -> Float[Array, "batch length heads head_dim"]:
+    """softmax(q·k / sqrt(head_dim)) v over the keys of a query's own segment up to it.
+
+    Args:
+        query: As `Layer.project` returns it; consecutive heads share a key head.
+        key: Likewise.
+        value: Likewise.
+        segments: Of the rows.
+        kernel: What computes it.
+        window: So many keys at most, the query's own among them; None: all.
+
+    Returns:
+        Results in the dtype of `value`, of the same name for `jax.checkpoint` whatever the kernel; those at padding
+        mean nothing, but are finite.
+
+    Raises:
+        NotImplementedError: the kernel has no window.
+    """
+    segments = Segments(*map(jnp.asarray, segments))
+    if kernel == "blocks":
+        return block_attention(query, key, value, segments.ids, segments.starts, window)
+    if kernel == "splash":
+        return splash_attention(query, key, value, segments.ids, window)
+    if window is not None and window < query.shape[1] and kernel in ("triton", "cudnn"):
+        raise NotImplementedError(f"attention by {kernel} has no window")
+    if kernel == "triton":
+        attended = triton_attention(query, key, value, segments.ids)
+    elif kernel == "cudnn":
+        attended = cudnn_attention(query, key, value, segments)
+    else:
+        by_head = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+        attended = grouped_attention(query, *by_head, packed_mask(segments.ids, window))
+    return checkpoint_name(attended, "attended")
+
+
+def packed_mask(
+    segment_ids: Int[Array, "batch length"], window: int | None = None
+) -> Bool[Array, "batch length length"]:
+    """Who sees whom in packed rows: the same segment, not later in the row, fewer than `window` positions before.
 
     Padding (segment 0) sees earlier padding and itself only, so every row of the mask allows something.
     """
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return same & jnp.tril(jnp.ones(same.shape[1:], bool))
+    seen = jnp.tril(jnp.ones(same.shape[1:], bool))
+    return same & (seen if window is None else jnp.triu(seen, 1 - window))
 
 
 def grouped_attention(
@@ -50,3 +153,76 @@ def grouped_attention(
     attended = rounded(product("bhqk,bhkd->bhqd", weights, value), value.dtype)
     attended = attended.reshape(batch, kv_heads, group, queries, head_dim).transpose(0, 3, 1, 2, 4)
     return attended.reshape(batch, queries, heads, head_dim)
+
+
+def _repeated(query: Array, *shared: Array) -> list[Array]:
+    """Keys and values with a head of their own for each of the query's."""
+    return [jnp.repeat(each, query.shape[2] // each.shape[2], axis=2) for each in shared]
+
+
+def _padded(*arrays: Array) -> list[Array]:
+    """[batch, length, …] with `length` a multiple of `TILE`; zeros are added."""
+    return [jnp.pad(x, ((0, 0), (0, -x.shape[1] % TILE), *[(0, 0)] * (x.ndim - 2))) for x in arrays]
+
+
+def triton_attention(
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch length kv_heads head_dim"],
+    value: Float[Array, "batch length kv_heads head_dim"],
+    ids: Int[Array, "batch length"],
+    interpret: bool = False,
+) -> Float[Array, "batch length heads head_dim"]:
+    """By the Pallas kernel for NVIDIA GPUs; `interpret` runs it anywhere, slowly."""
+    from jax.experimental.pallas.ops.gpu.attention import mha
+
+    length, scale = query.shape[1], query.shape[-1] ** -0.5
+    padded = _padded(query, *_repeated(query, key, value), ids)
+    attended: Any = mha(*padded, sm_scale=scale, causal=True, interpret=interpret)
+    return attended[:, :length]
+
+
+def splash_attention(
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch length kv_heads head_dim"],
+    value: Float[Array, "batch length kv_heads head_dim"],
+    ids: Int[Array, "batch length"],
+    window: int | None = None,
+    interpret: bool = False,
+) -> Float[Array, "batch length heads head_dim"]:
+    """By the Pallas kernel for TPUs; `interpret` runs it anywhere, slowly."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    batch, length, heads, head_dim = query.shape
+    kv_heads, group = key.shape[2], heads // key.shape[2]
+    scaled = rounded(query.astype(jnp.float32) * head_dim**-0.5, query.dtype)  # the kernel has no scale
+    query, key, value, ids = _padded(scaled, key, value, ids)
+    square = query.shape[1], query.shape[1]
+    mask = masks.CausalMask(square) if window is None else masks.LocalMask(square, (window - 1, 0), offset=0)
+    kernel = kernels.make_splash_mqa(
+        masks.MultiHeadMask([mask] * group), head_shards=1, q_seq_shards=1, residual_checkpoint_name="attended",
+        interpret=interpret,
+    )  # fmt: skip
+    of_key_heads = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+    grouped = query.reshape(batch, -1, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    by_head = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+    attended: Any = jax.vmap(of_key_heads)(grouped, *by_head, kernels.SegmentIds(ids, ids))
+    return attended.transpose(0, 3, 1, 2, 4).reshape(batch, -1, heads, head_dim)[:, :length]
+
+
+def cudnn_attention(
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch length kv_heads head_dim"],
+    value: Float[Array, "batch length kv_heads head_dim"],
+    segments: Segments,
+) -> Float[Array, "batch length heads head_dim"]:
+    """By cuDNN, which computes segments only; what it leaves at padding is replaced by zeros."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    lengths = jnp.where(segments.lengths > 0, segments.lengths, -1).astype(jnp.int32)
+    offsets = jnp.pad(segments.starts.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=-1)
+    attended: Any = cudnn.dot_product_attention(
+        query, *_repeated(query, key, value), q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets,
+        kv_offsets=offsets, scale=query.shape[-1] ** -0.5, mask_type=cudnn.MaskType.PADDING_CAUSAL,
+    )  # fmt: skip
+    return jnp.where(segments.ids[:, :, None, None] > 0, attended, 0)

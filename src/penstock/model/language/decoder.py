@@ -34,7 +34,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from penstock.model.arrays import named_leaves, with_named_leaves
-from penstock.model.language.attention import grouped_attention, packed_mask
+from penstock.model.language.attention import Segments, attention
+from penstock.model.language.attention_choice import AttentionKernel
 from penstock.model.language.config import ModelConfig, RopeScaling
 from penstock.model.language.precision import product, rounded
 
@@ -151,8 +152,7 @@ class Layer(eqx.Module):
     ) -> Float[Array, "*batch hidden"]:
         """The residual stream after this layer, given what its queries attended to."""
         dtype = self.gate.dtype
-        attended = checkpoint_name(attended.reshape(*x.shape[:-1], -1), "attended")
-        x = checkpoint_name(x + linear(attended, self.output), "residual")
+        x = checkpoint_name(x + linear(attended.reshape(*x.shape[:-1], -1), self.output), "residual")
         normed = rounded(rms_norm(x, self.post_norm, self.config.rms_norm_eps), dtype)
         gate = checkpoint_name(rounded(linear(normed, self.gate), dtype), "gate").astype(jnp.float32)
         up = checkpoint_name(rounded(linear(normed, self.up), dtype), "up").astype(jnp.float32)
@@ -236,28 +236,28 @@ class Decoder(eqx.Module):
         self,
         tokens: Int[Array, "batch length"],
         position_ids: Int[Array, "batch length"],
-        segment_ids: Int[Array, "batch length"],
+        segments: Segments,
         remat: bool = False,
+        kernel: AttentionKernel = "dense",
     ) -> Float[Array, "batch length hidden"]:
         """Runs packed rows through all layers; attention is causal and stays inside a segment.
 
         Args:
             tokens: Token ids; anything valid at padding.
             position_ids: Position within its own sequence.
-            segment_ids: 1, 2, … per sequence, 0 for padding.
+            segments: Where the rows' sequences lie.
             remat: Keep nothing but each layer's input for the backward pass. Otherwise the results of matrix
                 products are kept.
+            kernel: What computes attention.
 
         Returns:
             States after the final norm; those at padding mean nothing, but are finite.
         """
         cos, sin = rotary_tables(self.config, position_ids)
-        mask = packed_mask(segment_ids)
 
         def run(x: Array, layer: Layer) -> tuple[Array, None]:
             query, key, value = layer.project(x, cos, sin)
-            key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-            return layer.finish(x, grouped_attention(query, key, value, mask)), None
+            return layer.finish(x, attention(query, key, value, segments, kernel)), None
 
         # Fresh memory is what a CPU is slowest at: keeping the products only (445 MB, not 1,142, for 64 x 80 tokens
         # of a 6M model) makes the backward pass faster, although norms, silu and attention weights are recomputed.

@@ -1,0 +1,87 @@
+"""Which of the ways to compute attention is taken where; loads no JAX, so that plans and estimates ask it, too.
+
+A choice depends on what a program is compiled for, never on what happens to run: the caller says the platform.
+"""
+
+from typing import Literal
+
+from penstock.model.language.config import ModelConfig
+from penstock.types.errors import ConfigError
+
+AttentionChoice = Literal["auto", "dense", "blocks", "pallas", "cudnn"]
+"""As configured; ``auto`` leaves it to the rule of `attention_kernel`."""
+
+AttentionKernel = Literal["dense", "blocks", "triton", "splash", "cudnn"]
+"""What computes: ``pallas`` is Triton's kernel on NVIDIA GPUs and splash attention on TPUs."""
+
+Platform = Literal["cpu", "gpu", "tpu"]
+
+LONGEST_DENSE: dict[Platform, int] = {"cpu": 128, "gpu": 512, "tpu": 512}
+"""Rows up to this many tokens are dense under ``auto``: measured on CPUs, where blocks are twice as fast at 256."""
+
+CUDNN_HEAD_DIM = 256
+
+
+def platform_named(name: str) -> Platform:
+    """JAX's name of a platform as one of ours; what is neither a CPU nor a TPU counts as a GPU."""
+    return "cpu" if name == "cpu" else "tpu" if name == "tpu" else "gpu"
+
+
+def attention_kernel(
+    choice: AttentionChoice, platform: Platform, length: int, dtype: str, window: int | None = None
+) -> AttentionKernel:
+    """What computes attention over rows of a length.
+
+    ``auto`` is ``dense`` for short rows; for long ones ``blocks`` on CPUs, elsewhere of float32 models, which kernels
+    multiply with fewer bits, and where a kernel has no window; else ``pallas``.
+
+    Args:
+        choice: As configured.
+        platform: What the program is compiled for.
+        length: Tokens of a row.
+        dtype: The model's.
+        window: Keys that a query sees at most; None: all.
+    """
+    if choice == "auto":
+        if length <= LONGEST_DENSE[platform]:
+            return "dense"
+        windowed = platform == "gpu" and window is not None and window < length
+        choice = "blocks" if platform == "cpu" or dtype == "float32" or windowed else "pallas"
+    if choice == "pallas":
+        return "splash" if platform == "tpu" else "triton"
+    return choice
+
+
+def check_attention(
+    choice: AttentionChoice, platform: Platform, model: ModelConfig, capability: float | None = None
+) -> None:
+    """Refuses a choice that cannot act.
+
+    Args:
+        choice: As configured.
+        platform: What programs are compiled for.
+        model: Its dtype and shape.
+        capability: The GPU's compute capability (9.0 of an H100), where it is known.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    reason = None
+    if choice in ("pallas", "cudnn") and model.dtype == "float32":
+        reason = "its kernel multiplies float32 with fewer bits; set model.dtype: bfloat16, or leave it at auto"
+    elif choice == "pallas" and platform == "cpu":
+        reason = "it is for GPUs and TPUs, and this runs on a CPU; leave it at auto"
+    elif choice == "cudnn":
+        reason = _refusal_of_cudnn(platform, model, capability)
+    if reason is not None:
+        raise ConfigError(f"learner.attention is {choice}: {reason}")
+
+
+def _refusal_of_cudnn(platform: Platform, model: ModelConfig, capability: float | None) -> str | None:
+    if platform != "gpu":
+        return f"cuDNN is NVIDIA's, and this runs on a {platform.upper()}; leave it at auto"
+    if model.head_dim > CUDNN_HEAD_DIM or model.head_dim % 8:
+        return f"heads of {model.head_dim} are not a multiple of 8 up to {CUDNN_HEAD_DIM}; leave it at auto"
+    if capability is not None and capability < 9.0:
+        return f"packed rows need compute capability 9.0, and this GPU has {capability}; take pallas"
+    return None
