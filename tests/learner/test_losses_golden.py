@@ -84,7 +84,8 @@ def test_packed_into_rows_and_micro_batches_they_are_the_same(case: dict):
     examples = [packed_example(index) for index in range(8)]
     before = [np.pad(BATCH["proximal"][index], (2, 0))[: len(each.tokens)] for index, each in enumerate(examples)]
     limits = [GOLDEN["max_tokens"]] * 8
-    plan = step.plan_update(examples, config, 24, micro_rows, 0, max_tokens=limits, proximal_logprobs=before)
+    shapes = [step.RowShape(24, micro_rows)]
+    plan = step.plan_update(examples, config, shapes, 0, max_tokens=limits, proximal_logprobs=before)
     assert {place.row for place in plan.placements} == {0, 1, 2} and len(plan.micro_batches) == 2
     where = sources(plan, examples, 4).reshape(2, -1)
     options = step.LossOptions(token_loss(config, kl), "stored", reads_reference=kl.in_loss)

@@ -50,7 +50,7 @@ class ExplainedRollout:
         tokens: How many were sampled.
         drift: Mean over them of ℓ_θ − ℓ_b, in nats: of the weights that the update began with, less of those that are
             said to have sampled them.
-        surprise: Mean over them of −ℓ_θ, likewise.
+        surprise: Mean over them of −ℓ_θ, in nats, under the same weights.
         reward: Of the episode; None where the rollout's file has expired.
         prompt: Its text, by the run's tokenizer.
         response: What followed it, tool answers included.
@@ -107,10 +107,10 @@ class UnusualRollout:
     """A rollout that is unlike the others of its update.
 
     Attributes:
-        rollout_id: Which.
-        trait: In what: ``staleness``, ``drift``, or ``surprise`` (of a rollout with a positive advantage alone).
-        value: Its own.
-        usual: The others' median.
+        rollout_id: Of the rollout, in the update's batch.
+        trait: In which of its numbers: ``staleness``, ``drift``, or, of one with a positive advantage, ``surprise``.
+        value: The rollout's own number, in versions or nats per token.
+        usual: The median of the update's rollouts, in the same unit.
         deviations: How many robust standard deviations lie between; above 1.
     """
 
