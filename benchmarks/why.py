@@ -222,7 +222,7 @@ def cosine_of_drop(run_dir: Path, step: int, name: str) -> float:
     for update in walk.updates[:-1]:
         walk.make(update)
     batch = walk.prepare(walk.updates[-1])
-    optimizer = run.config_at(walk.updates[-1]).learner.optimizer
+    optimizer = walk.learner.optimizer
     (change,) = (
         flat(direction_of(optimizer, made.decoder, made.state, made.gradients))
         - flat(

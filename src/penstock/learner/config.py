@@ -253,7 +253,7 @@ class OptimizerConfig(FrozenConfig, frozen=True):
         return not name.endswith(("norm", "bias")) and _OUTER.isdisjoint(name.split("."))
 
 
-STACKED = "layers."
+STACKED = ("layers.", "adapter.")
 """Arrays whose name begins so have the layer as their first axis (`ModelConfig.parameter_shapes`)."""
 
 _OUTER = frozenset(("embedding", "head", "heads", "value_head"))

@@ -13,10 +13,13 @@ import math
 import os
 import reprlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from penstock.model.json_files import read_json
+from penstock.model.language.lora import CONFIG_FILE, LoraConfig, base_directory, is_adapter, read_adapter_config
 from penstock.types.errors import ConfigError
 
 ModelType = Literal["llama", "qwen2", "qwen3", "mistral"]
@@ -56,6 +59,10 @@ class RopeScaling(_Frozen):
         return self
 
 
+ADAPTER = "adapter."
+"""What the names of an adapter's arrays begin with."""
+
+
 class ModelConfig(_Frozen):
     """The shape of a decoder, under the field's own names (those of `config.json`).
 
@@ -74,6 +81,8 @@ class ModelConfig(_Frozen):
         tie_word_embeddings: Whether the output matrix is the embedding.
         max_position_embeddings: The longest sequence that the model is meant for.
         dtype: Of parameters and activations; norms, softmax and logits are computed in float32.
+        lora: The adapter beside a frozen model; None: there is none.
+        base: Path of that model's directory; empty where there is no adapter.
         other_keys: What else the `config.json` that it was read from holds, as JSON; written back when it is saved.
     """
 
@@ -91,6 +100,8 @@ class ModelConfig(_Frozen):
     tie_word_embeddings: bool = False
     max_position_embeddings: int = Field(default=2048, gt=0)
     dtype: Dtype = "float32"
+    lora: LoraConfig | None = None
+    base: str = Field(default="", repr=False)
     other_keys: str = Field(default="{}", repr=False)
 
     @model_validator(mode="after")
@@ -127,7 +138,8 @@ class ModelConfig(_Frozen):
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every parameter, by the name under which weights travel; ``layers.`` are stacked.
 
-        This table is the one place that says what a decoder consists of; matrices are [in, out].
+        This table is the one place that says what a decoder consists of; matrices are [in, out]. Beside an adapter
+        the layers lie one by one (``layers.0.query``), and do not travel; here and in digests they are a stack.
         """
         depth, hidden, wide = self.num_hidden_layers, self.hidden_size, self.intermediate_size
         queries, keys = self.query_size, self.key_value_size
@@ -151,7 +163,46 @@ class ModelConfig(_Frozen):
             **{f"layers.{name}": (depth, *shape) for name, shape in layer.items()},
             "final_norm": (hidden,),
             **({} if self.tie_word_embeddings else {"head": (self.vocab_size, hidden)}),
+            **self.adapter_shapes({name: shape for name, shape in layer.items() if len(shape) == 2}),
         }
+
+    def adapter_shapes(self, matrices: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The shape of every array of the adapter, stacked; none where there is no adapter.
+
+        Args:
+            matrices: (in, out) of a layer's matrices, by their names in a `Layer`.
+        """
+        if self.lora is None:
+            return {}
+        depth, rank = self.num_hidden_layers, self.lora.rank
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in self.lora.matrices:
+            inputs, outputs = matrices[name]
+            shapes |= {f"{ADAPTER}{name}.a": (depth, inputs, rank), f"{ADAPTER}{name}.b": (depth, rank, outputs)}
+        return shapes
+
+    @property
+    def still(self) -> tuple[str, ...]:
+        """Patterns of the names of arrays that never train: all but the adapter's, where there is one."""
+        if self.lora is None:
+            return ()
+        outer = (name for name in self.parameter_shapes() if not name.startswith(("layers.", ADAPTER)))
+        return (*outer, "layers.*")
+
+    def with_lora(self, lora: LoraConfig, source: str, base: str = "") -> "ModelConfig":
+        """The same model with an adapter.
+
+        Args:
+            lora: The shape of the adapter.
+            source: Where it is asked for, for errors.
+            base: Path of this model's directory.
+
+        Raises:
+            ConfigError: a matrix is smaller than the rank.
+        """
+        shapes = self.model_copy(update={"lora": None}).parameter_shapes()
+        lora.check_fits({name: shapes[f"layers.{name}"] for name in lora.matrices}, source)
+        return self.model_copy(update={"lora": lora.in_dtype(self.dtype), "base": base})
 
     @property
     def parameter_count(self) -> int:
@@ -265,12 +316,24 @@ class LoadingConfig(_Frozen):
 
     Attributes:
         dtype: Of parameters and activations, whatever a checkpoint was saved as.
+        base: Directory of the model that an adapter was trained beside, where it does not lie where the adapter's
+            ``adapter_config.json`` says; only of an adapter.
         chat_template_kwargs: What the chat template is given for every conversation, such as
             ``{enable_thinking: false}``; an environment's own, and those of a request, go before them.
     """
 
     dtype: Dtype = "float32"
+    base: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def policy(self, directory: str | Path) -> "PolicyConfig":
+        """The policy that lies in a directory, loaded so.
+
+        Args:
+            directory: Of a model, or of an adapter.
+        """
+        shared = {name: getattr(self, name) for name in LoadingConfig.model_fields}
+        return PolicyConfig(path=str(directory), **shared)
 
 
 class PolicyConfig(LoadingConfig):
@@ -283,12 +346,15 @@ class PolicyConfig(LoadingConfig):
             with `init` takes it, too, and draws nothing then: the shapes must be the same.
         tokenizer: A tokenizer directory, or "penstock" for the packaged one; None means the checkpoint's own,
             and the packaged one for `init`.
+        lora: Train a low-rank adapter beside the checkpoint, which stays as it is; None: train the model. A checkpoint
+            that is an adapter goes on being trained without this key.
     """
 
     path: str | None = None
     init: InitConfig | None = None
     initial_checkpoint: str | None = None
     tokenizer: str | None = None
+    lora: LoraConfig | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> "PolicyConfig":
@@ -299,6 +365,15 @@ class PolicyConfig(LoadingConfig):
             raise ValueError(f"give exactly one of path and init ({given})")
         return self
 
+    @model_validator(mode="after")
+    def _base_lasts(self) -> "PolicyConfig":
+        if self.lora is not None and self.directory is None:
+            raise ValueError(
+                "lora needs a checkpoint beside which it trains, and init draws one that no file holds: give path or "
+                "initial_checkpoint, or leave lora out"
+            )
+        return self
+
     @property
     def directory(self) -> str | None:
         """The model directory that weights are loaded from; None where they are drawn."""
@@ -307,7 +382,9 @@ class PolicyConfig(LoadingConfig):
     @property
     def tokenizer_path(self) -> str:
         """Where the tokenizer is loaded from."""
-        return self.tokenizer or self.directory or "penstock"
+        return self.tokenizer or (
+            "penstock" if self.directory is None else tokenizer_directory(self.directory, self.base)
+        )
 
     @property
     def source_key(self) -> str:
@@ -315,6 +392,46 @@ class PolicyConfig(LoadingConfig):
         return "model.path" if self.initial_checkpoint is None else "model.initial_checkpoint"
 
 
+def read_shape(
+    directory: str | Path, dtype: Dtype, base: str | None = None, lora: LoraConfig | None = None
+) -> ModelConfig:
+    """The shape of what lies in a directory, with its adapter or one that is to be drawn; no weights are read.
+
+    Args:
+        directory: Of a model, or of an adapter.
+        dtype: What to compute in.
+        base: Directory of an adapter's base, in place of that which it names.
+        lora: An adapter to be drawn beside a model; one that is there must have this shape.
+
+    Raises:
+        CheckpointError: a file is missing or broken, or the base of an adapter is not there.
+        ConfigError: it is of something that is not supported, or not what is asked for.
+    """
+    below, source = Path(directory), "model.lora"
+    if is_adapter(directory):
+        found, named = read_adapter_config(directory)
+        below, source = base_directory(directory, named, base), str(below / CONFIG_FILE)
+        lora = found.checked(lora, str(directory))
+    elif base is not None:
+        raise ConfigError(f"model.base is {base!r}, but {directory} is no adapter: leave it out")
+    config = ModelConfig.from_hugging_face(read_json(below / "config.json"), dtype)
+    return config if lora is None else config.with_lora(lora, source, os.path.abspath(below))
+
+
+def tokenizer_directory(directory: str, base: str | None = None) -> str:
+    """Where a checkpoint's tokenizer lies: beside it, or beside the base of an adapter that was saved without one.
+
+    Args:
+        directory: Of a model, or of an adapter.
+        base: As of `LoadingConfig`.
+    """
+    if os.path.isfile(os.path.join(directory, "tokenizer.json")) or not is_adapter(directory):
+        return directory
+    return str(base_directory(directory, read_adapter_config(directory)[1], base))
+
+
+_OWN = {"dtype", "lora", "base", "rope_scaling", "other_keys"}
+"""What a `config.json` has not, or under another name."""
 _REPLACED_KEYS = ("dtype", "rope_parameters", "eos_token_id", "pad_token_id")
 """Of a `config.json`: its saved form says this under other names, or the tokenizer does."""
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -432,7 +549,7 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]
 def write_config(config: ModelConfig) -> dict[str, Any]:
     """The content of a `config.json`; rotary fields in the form that every transformers version reads."""
     scaling = config.rope_scaling
-    fields = json.loads(config.other_keys) | config.model_dump(exclude={"dtype", "rope_scaling", "other_keys"})
+    fields = json.loads(config.other_keys) | config.model_dump(exclude=_OWN)
     fields |= {
         "architectures": [ARCHITECTURES[config.model_type]],
         "rope_scaling": None if scaling is None else {"rope_type": "llama3", **scaling.model_dump()},

@@ -227,10 +227,9 @@ def explain_update(run_dir: Path | str, step: int, trust: bool = False) -> WhyRe
     for each in before:
         walk.make(each)
     batch = walk.prepare(update)
-    config = run.config_at(update)
     scored = zip(batch.examples, walk.learner.score(batch.examples), strict=True)
     logprobs = {example.rollout_ids[0]: scores for example, scores in scored}
-    found = influences(walk.learner, config.learner.optimizer, batch, update.stored.version.step)
+    found = influences(walk.learner, walk.learner.optimizer, batch, update.stored.version.step)
     tokenizer = Tokenizer.load(run.checkpoints[checkpoint] / "model")
     records = run.records(update.stored.rollout_ids)
     examples = {example.rollout_ids[0]: example for example in batch.examples}
