@@ -20,12 +20,8 @@ from penstock.types import (
 )
 
 VERBS = [
-<<<<<<< ours
-    "train", "eval", "generate", "serve", "export", "rollouts", "status", "scale", "replay", "why", "recipes", "config",
-=======
-    "train", "eval", "generate", "serve", "rollouts", "status", "scale", "replay", "why", "fit", "recipes", "config",
->>>>>>> theirs
-    "doctor", "fleet", "curriculum", "env",
+    "train", "eval", "generate", "serve", "export", "rollouts", "status", "scale", "replay", "why", "fit", "recipes",
+    "config", "doctor", "fleet", "curriculum", "env",
 ]  # fmt: skip
 
 

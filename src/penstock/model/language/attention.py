@@ -84,8 +84,8 @@ def attention(
 
     Args:
         query: As `Layer.project` returns it; consecutive heads share a key head.
-        key: Likewise.
-        value: Likewise.
+        key: Keys, in the layout of `query`.
+        value: Values, in the layout of `key`.
         segments: Of the rows.
         kernel: What computes it.
         window: So many keys at most, the query's own among them; None: all.

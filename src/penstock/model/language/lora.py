@@ -207,7 +207,7 @@ def base_directory(directory: str | Path, named: str, other: str | None = None) 
     """Where an adapter's base lies.
 
     Args:
-        directory: The adapter's.
+        directory: Path of the adapter.
         named: What its `adapter_config.json` names; a relative path begins at the adapter's directory, or else at the
             working directory.
         other: A directory that is taken instead.
