@@ -99,7 +99,7 @@ class Side:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.ready = self._answer()
 
-    def update(self) -> dict[str, float]:
+    def update(self) -> dict[str, Any]:
         """Its seconds and loss, and the peak of its resident memory meanwhile in bytes."""
         proc, pipe = Path(f"/proc/{self._process.pid}"), self._process.stdin
         assert pipe is not None

@@ -49,8 +49,8 @@ def block_attention(
 
     Args:
         query: As `Layer.project` returns it; consecutive heads share a key head.
-        key: Likewise.
-        value: Likewise.
+        key: In the layout of `query`, with as many heads as keys have.
+        value: In the layout of `key`.
         ids: 1, 2, … per segment, 0 for padding; a segment's positions lie together.
         starts: Position where segment s begins, at s − 1.
         window: So many keys at most, the query's own among them; None: all.
@@ -81,7 +81,7 @@ def first_blocks(
 
     Args:
         ids: As in `block_attention`, where `length` is a multiple of `block`.
-        starts: Likewise.
+        starts: As in `block_attention`.
         block: Positions of a block.
         window: As in `block_attention`.
     """
