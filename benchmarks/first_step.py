@@ -6,6 +6,7 @@ Each round starts a fresh Python that runs `penstock.train` on the shape of `ben
 parameters, 8 groups of 8 answers of 64 tokens after prompts of 16, at staleness zero), and one that runs TRL's
 `GRPOTrainer` on the same, in turn. The clock runs from before the process is started until the update is done: imports,
 a model of random weights, compilation (on CPUs nothing compiled is kept between runs), the first batch, the update.
+Programs are compiled beside other phases, too, and are listed where they were done.
 Beyond TRL, Penstock compares engine and learner, evaluates one prompt, writes a checkpoint and keeps what was
 generated; all of that counts. Bytecode of what is imported is made before the first round.
 
@@ -33,10 +34,10 @@ PEER = 1.0
 """Most that Penstock's median may be of TRL's."""
 GROUPS, SAMPLES, TOKENS = 8, 8, 64
 _PHASES = {
-    "starting components": "compilation of engine and learner",
+    "starting components": "start of engine and learner, compilation",
     "checking that engines and learner agree": "comparison of engine and learner",
     "evaluating the untrained policy": "evaluation of one prompt",
-    "training": "checkpoint, first batch, update",
+    "training": "checkpoint, first batch, rest of compilation, update",
 }
 """What each phase before the first update is, in order, by its name in events.jsonl."""
 

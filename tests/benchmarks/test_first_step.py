@@ -30,12 +30,12 @@ def test_the_seconds_of_a_start_are_told_apart_and_add_up():
     assert parts == [
         Part("Python and imports", 2.0),
         Part("configuration, model, engine, run directory", 1.0),
-        Part("compilation of engine and learner", 3.5),
+        Part("start of engine and learner, compilation", 3.5),
         Part("inference-0: decode, window 80, done at 4.5 s", 1.5, inside=True),
         Part("learner-0: gradient, done at 6.0 s", 2.5, inside=True),
         Part("comparison of engine and learner", 0.5),
         Part("evaluation of one prompt", 0.25),
-        Part("checkpoint, first batch, update", 2.0),
+        Part("checkpoint, first batch, rest of compilation, update", 2.0),
         Part("first batch", 0.75, inside=True),
         Part("update", 1.0, inside=True),
     ]

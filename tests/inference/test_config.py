@@ -26,9 +26,9 @@ def test_the_shortest_possible_sequence_has_buckets():
     assert EngineConfig(max_seq_len=2).window_buckets == (2,)
 
 
-def test_prefill_rows_shrink_with_the_length():
+def test_prefill_rows_shrink_with_the_length_and_a_short_prompt_goes_with_the_most():
     config = EngineConfig(prefill_rows=8, prefill_tokens=1024)
-    assert [config.prefill_row_counts(n) for n in (16, 128, 512, 4096)] == [(1, 8), (1, 8), (1, 2), (1,)]
+    assert [config.prefill_row_counts(n) for n in (16, 17, 128, 512, 4096)] == [(8,), (1, 8), (1, 8), (1, 2), (1,)]
 
 
 @pytest.mark.parametrize("lengths", [(), (0, 4), (8, 4), (4, 4)])

@@ -1,4 +1,4 @@
-"""No program is compiled after `wait_until_ready`, whatever is asked."""
+"""No program is compiled after `wait_until_ready`, whatever is asked; and none untold before."""
 
 import dataclasses
 import threading
@@ -9,12 +9,12 @@ import jax.monitoring
 import numpy as np
 import pytest
 
-from penstock.inference import GenerationRequest
+from penstock.inference import GenerationRequest, InferenceEngine
 from penstock.inference.model_runner import ModelRunner
 from penstock.inference.scheduler import SlotTable
 from penstock.model.arrays import digests_of
 from penstock.model.language import named_arrays
-from penstock.types import Decoding, WeightVersion
+from penstock.types import Decoding, RunFailed, WeightVersion
 
 WAIT_S = 60.0
 
@@ -60,6 +60,64 @@ def test_the_steady_state_compiles_nothing(start_engine, make_decoder, counter):
     assert served == WeightVersion(0, 1) and digests == digests_of(named_arrays(new))
     assert len(short) == 1 and sum(map(len, results)) == 14
     assert engine.stats()["inference/weight_swaps_total"] == 1
+
+
+def test_an_engine_that_serves_at_once_compiles_what_is_asked_for_and_tells_each(
+    decoder, codec, config, make_decoder, start_engine, counter
+):
+    shapes = config.model_copy(
+        update={"max_slots": 3, "max_seq_len": 63, "prefill_lengths": (9,)}
+    )  # compiled by no other test
+    engine, new = InferenceEngine(decoder, WeightVersion(0, 0), codec, shapes), make_decoder(7)
+    counter.on, counter.names = True, []
+    engine.start(lazily=True)
+    told = engine.compiling(WAIT_S)
+    first = engine.submit([request(5, 3)])[0].result(WAIT_S)
+    early = {next(told).name for _ in range(5)}
+    assert early == {
+        "decode, window 16", "prefill, 2 × 9 prompt tokens", "insert, 2 × 9 prompt tokens, window 16",
+        "resize, window 16 to 63", "decode, window 63",
+    }  # fmt: skip
+    assert len(counter.names) == 5  # each once, and nothing that is not told
+    engine.set_weights(WeightVersion(0, 1), new)
+    engine.wait_until_served(WeightVersion(0, 1), WAIT_S)
+    assert engine.digests(WAIT_S)[1] == digests_of(named_arrays(new))
+    assert sorted(next(told).name.partition(",")[0] for _ in range(2)) == ["digests", "digests"]
+    counter.names = []
+    engine.compile_rest()
+    engine.compile_rest()
+    rest = list(told)  # ends: all are there
+    assert len(rest) == 13 - 5 - 2 == len(counter.names) and rest[-1].number == rest[-1].of == 13
+    counter.names = []
+    futures = engine.submit([request(5, 3), request(50, 9, n=2, top_k=3), request(5, 6, seed=3), request(1, 60)])
+    results = [future.result(WAIT_S) for future in futures]
+    counter.on = False
+    assert counter.names == [] and len(results) == 4
+    engine.stop(WAIT_S)
+    eager = start_engine(decoder, shapes)  # the same tokens, whenever its programs were compiled
+    assert (
+        eager.submit([request(5, 3)])[0].result(WAIT_S)[0].response_tokens.tolist() == first[0].response_tokens.tolist()
+    )
+    assert (
+        eager.submit([request(5, 3)])[0].result(WAIT_S)[0].response_logprobs.tolist()
+        == first[0].response_logprobs.tolist()
+    )
+
+
+def test_a_program_that_cannot_be_compiled_fails_an_engine_that_serves_already(decoder, codec, config, monkeypatch):
+    engine = InferenceEngine(decoder, WeightVersion(0, 0), codec, config)
+    lowered = engine._batch._runner._lowered
+
+    def broken(rows):
+        return {**lowered(rows), "fork, window 64": lambda: 1 / 0}
+
+    monkeypatch.setattr(engine._batch._runner, "_lowered", broken)
+    engine.start(lazily=True)
+    assert engine.submit([request(5, 3)])[0].result(WAIT_S)
+    engine.compile_rest()
+    with pytest.raises(RunFailed, match="division by zero"):
+        list(engine.compiling(WAIT_S))
+    engine.stop(WAIT_S)
 
 
 def test_the_counter_sees_a_compilation(counter):
@@ -114,7 +172,7 @@ def test_warm_up_leaves_the_smallest_window_and_touches_no_slot(decoder, config)
     programs = list(runner.warm_up(SlotTable(config.max_slots, config.max_stop_token_ids).rows))
     assert runner.window == 16
     names = [program.name.partition(",")[0] for program in programs]
-    # Prefills are of no window; what they made is inserted into either.
-    assert Counter(names) == {"decode": 2, "fork": 2, "resize": 2, "prefill": 4, "insert": 6, "digests": 2}
-    assert [(program.number, program.of) for program in programs] == [(number, 18) for number in range(1, 19)]
+    # Prefills are of no window, and small enough for one number of rows; what they made is inserted into either.
+    assert Counter(names) == {"decode": 2, "fork": 2, "resize": 2, "prefill": 2, "insert": 3, "digests": 2}
+    assert [(program.number, program.of) for program in programs] == [(number, 13) for number in range(1, 14)]
     assert all(float(np.abs(np.asarray(a)).max()) == 0 for a in (*runner._cache.keys, *runner._cache.values))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from penstock.inference import GenerationRequest
-from penstock.inference.model_runner import ServedWeights, SlotRows, create_cache, decode
+from penstock.inference.dispatch import SlotRows
+from penstock.inference.model_runner import ServedWeights, create_cache, decode
 from penstock.model.language import Segments
 from penstock.types import SAMPLING_FIELDS, Decoding
 

@@ -6,7 +6,7 @@ from penstock.inference.scheduler import PrefixIndex, padded_length, plan_admiss
 from penstock.inference.sequence import GenerationRequest, PendingRequest, Response
 from penstock.types import Decoding
 
-CONFIG = EngineConfig(max_slots=6, max_seq_len=40, prefill_rows=2, prefill_lengths=(4, 8))
+CONFIG = EngineConfig(max_slots=6, max_seq_len=100, prefill_rows=2, prefill_lengths=(4, 8))
 
 
 def response(*prompt):
@@ -31,7 +31,7 @@ def test_samples_of_one_prompt_share_a_row_and_prompts_share_a_prefill(prefixes)
 def test_prefills_are_split_by_rows_and_length(prefixes):
     arrivals = [response(*range(i, i + 4)) for i in range(3)] + [response(*range(9)), response(*range(10))]
     admission = plan_admission(list(enumerate(arrivals)), prefixes, CONFIG)
-    assert [prefill.tokens.shape for prefill in admission.prefills] == [(2, 4), (1, 4), (1, 8), (1, 38)]
+    assert [prefill.tokens.shape for prefill in admission.prefills] == [(2, 4), (2, 4), (2, 8), (1, 98)]
     assert [prefill.source.tolist()[:5] for prefill in admission.prefills] == [
         [0, 1, -1, -1, -1], [-1, -1, 0, -1, -1], [-1, -1, -1, 0, -1], [-1, -1, -1, -1, 0],
     ]  # fmt: skip
@@ -70,6 +70,6 @@ def test_a_prompt_of_one_token_needs_no_cache(prefixes):
     assert plan_admission([(0, response(1)), (1, response(1))], prefixes, CONFIG).prefills == ()
 
 
-@pytest.mark.parametrize(("prompt_tokens", "length"), [(1, 4), (5, 4), (6, 8), (9, 8), (10, 38), (39, 38)])
+@pytest.mark.parametrize(("prompt_tokens", "length"), [(1, 4), (5, 4), (6, 8), (9, 8), (10, 98), (99, 98)])
 def test_padded_lengths(prompt_tokens, length):
     assert padded_length(prompt_tokens, CONFIG) == length

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from penstock.inference.model_runner import HostSamples
+from penstock.inference.dispatch import HostSamples
 from penstock.inference.scheduler import SlotTable
 from penstock.inference.sequence import GenerationRequest, PendingRequest, Response
 from penstock.types import Decoding, WeightVersion, fold

@@ -17,6 +17,9 @@ SMALLEST_WINDOW = 128
 
 SHORTEST_PREFILL = 16
 
+SMALL_PREFILL = 128
+"""Padded tokens: fewer, for a prompt that comes alone, save less than another program costs to compile."""
+
 
 class EngineConfig(BaseModel):
     """Shapes and limits of one inference engine.
@@ -78,9 +81,9 @@ class EngineConfig(BaseModel):
         return _buckets(self.windows, SMALLEST_WINDOW, 2, self.max_seq_len, self.max_seq_len - 1)
 
     def prefill_row_counts(self, length: int) -> tuple[int, ...]:
-        """Rows that a prefill of that padded length may have: one, for a prompt that comes alone, and the most."""
+        """Rows that a prefill of that padded length may have: one, for a long prompt that comes alone, and the most."""
         most = max(1, min(self.prefill_rows, self.prefill_tokens // length))
-        return (1,) if most == 1 else (1, most)
+        return (most,) if most == 1 or most * length <= SMALL_PREFILL else (1, most)
 
 
 class InferenceConfig(EngineConfig):

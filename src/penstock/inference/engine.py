@@ -25,6 +25,7 @@ from penstock.inference.model_runner import ServedWeights
 from penstock.inference.scheduler import LatencyHistogram, RunningBatch, ThroughputMeter
 from penstock.inference.sequence import GenerationRequest, PendingRequest, Response, check_request
 from penstock.model.language import Decoder
+from penstock.model.programs import LazyPrograms
 from penstock.types import (
     CompiledProgram,
     Completion,
@@ -74,6 +75,8 @@ class InferenceEngine:
         self._next_weights: tuple[WeightVersion, ServedWeights] | None = None
         self._open_responses, self._fresh_start = 0, False
         self._compiled: list[CompiledProgram] = []
+        self._lazily, self._rest_asked = False, False
+        self._programs: LazyPrograms | None = None
         self._ready, self._stopping = False, False
         self._failure: BaseException | None = None
         self._running, self._cached_tokens = 0, 0
@@ -92,20 +95,38 @@ class InferenceEngine:
         with self._changed:
             return self._served if self._next_weights is None else self._next_weights[0]
 
-    def start(self) -> None:
-        """Starts the thread, which first compiles every program."""
+    def start(self, lazily: bool = False) -> None:
+        """Starts the thread.
+
+        Args:
+            lazily: It serves at once, and compiles each program when it is needed first, the rest after `compile_rest`;
+                else it first compiles every program, as it does in any case for several devices.
+        """
+        self._lazily = lazily
         self._thread.start()
+
+    def compile_rest(self) -> None:
+        """Has all that was not needed yet compiled while it serves; more than once is once."""
+        with self._changed:
+            programs = None if self._rest_asked else self._programs
+            if programs is None:
+                return
+            self._rest_asked = True
+        programs.compile()
+        with self._changed:
+            self._note_ready()
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Returns when every program is compiled; as `compiling`, which says what is done meanwhile."""
         for _ in self.compiling(timeout_s):
             pass
 
-    def compiling(self, timeout_s: float) -> Iterator[CompiledProgram]:
+    def compiling(self, timeout_s: float | None) -> Iterator[CompiledProgram]:
         """Each program as it is compiled; ends when all are. For one caller or several.
 
         Args:
-            timeout_s: Longest wait for the next program, however long all of them take.
+            timeout_s: Longest wait for the next program, however long all of them take. None for an engine that was
+                started lazily: what nobody needs or asks for is never compiled.
 
         Raises:
             NoProgressError: no program was compiled for so long.
@@ -254,7 +275,7 @@ class InferenceEngine:
             if self._next_weights is not None:
                 raise NoProgressError(f"the inference engine had not swapped its weights after {timeout_s} s")
             version, weights = self._served, self._batch.weights
-        return version, weights.digests()
+        return version, self._batch.digests(weights)
 
     @property
     def paused(self) -> bool:
@@ -331,6 +352,9 @@ class InferenceEngine:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+            programs = self._programs
+        if programs is not None:
+            programs.drop()
         if self._thread.ident is None:
             self._abort()
             return
@@ -342,12 +366,33 @@ class InferenceEngine:
 
     def _run(self) -> None:
         try:
-            self._warm_up()
+            if not (self._lazily and self._begin()):
+                self._warm_up()
             while self._wait_for_work():
                 self._step()
             self._abort()
         except BaseException as error:  # whatever it was, those who wait must get it
             self._fail(error)
+
+    def _begin(self) -> bool:
+        programs = self._batch.begin(self._note_compiled)
+        with self._changed:
+            self._programs = programs
+        return programs is not None
+
+    def _note_compiled(self, done: CompiledProgram | BaseException) -> None:
+        """From whichever thread compiled it."""
+        with self._changed:
+            if isinstance(done, BaseException):
+                self._failure = self._failure or done
+            else:
+                self._compiled.append(done)
+                self._note_ready()
+            self._changed.notify_all()
+
+    def _note_ready(self) -> None:
+        if self._programs is not None and self._rest_asked:
+            self._ready = len(self._compiled) == len(self._programs)
 
     def _warm_up(self) -> None:
         for program in self._batch.warm_up():

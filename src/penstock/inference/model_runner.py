@@ -1,8 +1,9 @@
 """What is on the device: served weights, key-value cache, and the compiled programs of prefill and decoding.
 
-`ModelRunner.warm_up` compiles every shape that can occur, so that serving never compiles again. One thread only writes
-weights and cache, on however many devices they lie; any other may `prepare` weights meanwhile. What runs when is
-decided in `penstock.inference.scheduler`.
+`ModelRunner.warm_up` compiles every shape that can occur, so that serving never compiles again; `begin` has each
+compiled when it is needed first, or when somebody asks for the rest. Which shape a request takes does not depend on
+what is compiled, so that neither does what comes out. One thread only writes weights and cache, on however many devices
+they lie; any other may `prepare` weights meanwhile. What runs when is decided in `penstock.inference.scheduler`.
 
 *Programs.* Prefill of prompts, and several decode steps in one dispatch. Both compose `Layer.project` and
 `Layer.finish` with the cache, so that the equations are the learner's; prefill's attention is chosen by the rule of
@@ -31,9 +32,8 @@ machines, several meshes, splitting a head, key heads kept on more than one devi
 
 import dataclasses
 import functools
-import operator
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,73 +43,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from penstock.inference.config import EngineConfig
+from penstock.inference.dispatch import DeviceSamples, HostRows, HostSamples, SlotRows, to_device, to_host
 from penstock.inference.sampling import sample, uniforms
 from penstock.model.arrays import joined_digests, lower_digests, named_leaves
 from penstock.model.language import Decoder, Layer, ModelConfig, Segments, grouped_attention, rotary_tables
 from penstock.model.language.attention import attention
 from penstock.model.language.attention_choice import AttentionKernel, attention_kernel, platform_named
-from penstock.model.programs import Programs, choose_cache, compile_programs
-from penstock.types import SAMPLING_FIELDS, CompiledProgram, ConfigError
-
-HostRows = Mapping[str, np.ndarray]
-"""The fields of `SlotRows`, and those of `SlotRows.sampling`, by name in host memory."""
-
-
-class SlotRows(NamedTuple):
-    """State of every slot between two dispatches, and what its request asks for.
-
-    Attributes:
-        tokens: The newest token: sampled or the prompt's last, not yet in the cache.
-        positions: Its position, which is how many tokens the cache holds.
-        budget: How many tokens may still be sampled; 0 for a slot that is not live.
-        seeds: The sample's seed in two words.
-        sampling: [slots] each, by the names of `SAMPLING_FIELDS`: what `sampling.sample` takes.
-        stop_token_ids: Padded with −1.
-    """
-
-    tokens: Int32[Array, " slots"]
-    positions: Int32[Array, " slots"]
-    budget: Int32[Array, " slots"]
-    seeds: UInt32[Array, "slots 2"]
-    sampling: dict[str, Array]
-    stop_token_ids: Int32[Array, "slots stops"]
-
-
-class DeviceSamples(NamedTuple):
-    """What one dispatch sampled: of slot s, the first ``count[s]`` entries of column s.
-
-    Attributes:
-        tokens: By step, then slot.
-        logprobs: Of those tokens, before truncation.
-        count: How many tokens the slot sampled before it stopped or the dispatch ended.
-    """
-
-    tokens: Int32[Array, "steps slots"]
-    logprobs: Float32[Array, "steps slots"]
-    count: Int32[Array, " slots"]
-
-
-class HostSamples(NamedTuple):
-    """`DeviceSamples` in host memory."""
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    count: np.ndarray
-
-
-def to_device(rows: HostRows) -> SlotRows:
-    """Copies rows to the device."""
-    arrays = {name: jnp.asarray(array) for name, array in rows.items()}
-    sampling = {name: arrays.pop(name) for name in SAMPLING_FIELDS}
-    return SlotRows(**arrays, sampling=sampling)
-
-
-def to_host(emitted: DeviceSamples) -> HostSamples:
-    """Waits for a dispatch and fetches its result."""
-    return HostSamples(*(np.asarray(array) for array in emitted))
+from penstock.model.programs import LazyPrograms, Programs, choose_cache, compile_programs
+from penstock.types import CompiledProgram, ConfigError
 
 
 class KVCache(eqx.Module):
@@ -137,12 +81,6 @@ def create_cache(config: ModelConfig, slots: int, window: int) -> KVCache:
         keys=tuple(jnp.zeros(shape, config.dtype) for _ in layers),
         values=tuple(jnp.zeros(shape, config.dtype) for _ in layers),
     )
-
-
-def cache_bytes(config: ModelConfig, slots: int, window: int) -> int:
-    """Memory of such a cache."""
-    entry_bytes = config.key_value_size * jnp.dtype(config.dtype).itemsize
-    return 2 * config.num_hidden_layers * slots * window * entry_bytes
 
 
 def append(
@@ -227,11 +165,18 @@ class ServedWeights(eqx.Module):
         return {f"layers.{name}": array for name, array in named_leaves(layer).items()}
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def _unstack(stacked: Layer, depth: int) -> tuple[tuple[Layer, ...], Layer]:
-    """The layers one by one, and a stack of none."""
-    layers = tuple(jax.tree.map(operator.itemgetter(i), stacked) for i in range(depth))
-    return layers, jax.tree.map(lambda array: array[:0], stacked)
+    """The layers one by one, and a stack of none.
+
+    One small program, run for each layer: XLA would compile a copy of it for each in one program for all.
+    """
+    none = jax.tree.map(lambda array: jax.device_put(np.zeros((0, *array.shape[1:]), array.dtype)), stacked)
+    return tuple(_layer_of(stacked, np.int32(index)) for index in range(depth)), none
+
+
+@jax.jit
+def _layer_of(stacked: Layer, index: Int32[Array, ""]) -> Layer:
+    return jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, index, keepdims=False), stacked)
 
 
 class _Progress(NamedTuple):
@@ -444,6 +389,12 @@ def _check_divides(model: ModelConfig, devices: int, section: str) -> None:
         )
 
 
+_DECODE, _FORK, _RESIZE = "decode, window {}", "fork, window {}", "resize, window {} to {}"
+_PREFILL = "prefill, {} × {} prompt tokens"
+_INSERT = "insert, {} × {} prompt tokens, window {}"
+"""Names of programs."""
+
+
 class ModelRunner:
     """Runs prefill and decode for a fixed number of slots.
 
@@ -461,6 +412,7 @@ class ModelRunner:
         devices = jax.local_device_count() if config.model_parallel is None else config.model_parallel
         self._split = ModelSplit.over(decoder.config, devices, config.section) if devices > 1 else None
         self._programs = ONE_DEVICE if self._split is None else split_programs(self._split)
+        self._lazy: LazyPrograms | None = None
         self.load(self.prepare(decoder))
         self._cache = self._programs.create(decoder.config, config.max_slots, self._windows[0])
 
@@ -488,13 +440,16 @@ class ModelRunner:
         current, target = self._windows.index(self.window), self._windows.index(window)
         direction = 1 if target > current else -1
         for index in range(current + direction, target + direction, direction) if target != current else ():
+            self._need(_RESIZE.format(self.window, self._windows[index]))
             step = functools.partial(self._programs.resize, window=self._windows[index])
             self._cache = jax.tree.map(step, self._cache)
 
     def prefill(self, tokens: Int32[np.ndarray, "rows length"], source: Int32[np.ndarray, " slots"]) -> None:
         """Runs padded prompts and copies row ``source[s]`` into slot s (−1: none)."""
-        prefilled = self._programs.prefill(self._weights, jnp.asarray(tokens), kernel=self._kernel(tokens.shape[1]))
-        rows = jnp.asarray(source)
+        self._need(_PREFILL.format(*tokens.shape), _INSERT.format(*tokens.shape, self.window))
+        kernel = self._kernel(tokens.shape[1])
+        prefilled = self._programs.prefill(self._weights, jax.device_put(tokens), kernel=kernel)
+        rows = jax.device_put(source)
         self._cache = jax.tree.map(lambda *arrays: self._programs.insert(*arrays, rows), self._cache, prefilled)
 
     def _kernel(self, length: int) -> AttentionKernel:
@@ -507,13 +462,50 @@ class ModelRunner:
 
     def fork(self, source: Int32[np.ndarray, " slots"]) -> None:
         """Copies the cache of slot ``source[s]`` into slot s."""
-        slots = jnp.asarray(source)
+        self._need(_FORK.format(self.window))
+        slots = jax.device_put(source)
         self._cache = jax.tree.map(lambda cached: self._programs.fork(cached, slots), self._cache)
 
     def decode(self, rows: HostRows) -> HostSamples:
         """Runs one dispatch and waits for it."""
+        self._need(_DECODE.format(self.window))
         self._cache, emitted = self._programs.decode(self._weights, self._cache, to_device(rows), steps=self._steps)
         return to_host(emitted)
+
+    def digests(self, weights: ServedWeights) -> dict[str, str]:
+        """`ServedWeights.digests`; for any thread."""
+        self._need(*weights.lower_digests())
+        return weights.digests()
+
+    def begin(
+        self, idle_rows: HostRows, on_done: Callable[[CompiledProgram | BaseException], None]
+    ) -> LazyPrograms | None:
+        """Has every program compiled when it is needed first.
+
+        Those of decoding, as a response grows, from now on, and before that what most short prompts at once need.
+
+        Args:
+            idle_rows: Rows with no budget.
+            on_done: As of `LazyPrograms`.
+
+        Returns:
+            All programs; None over several devices, where they are compiled by `warm_up` alone.
+        """
+        if self._split is not None:
+            return None
+        self._lazy = LazyPrograms(self._lowered(idle_rows), on_done)
+        smallest = self._windows[0]
+        first = [_DECODE.format(smallest)]
+        for rows, length in sorted(self._prefill_shapes(smallest), key=lambda shape: (shape[1], -shape[0]))[:1]:
+            first += [_PREFILL.format(rows, length), _INSERT.format(rows, length, smallest)]
+        self._lazy.compile(first, urgent=True)
+        for window, wider in pairwise(self._windows):
+            self._lazy.compile([_RESIZE.format(window, wider), _DECODE.format(wider)])
+        return self._lazy
+
+    def _need(self, *names: str) -> None:
+        if self._lazy is not None:
+            self._lazy.need(*names)
 
     def warm_up(self, idle_rows: HostRows) -> Iterator[CompiledProgram]:
         """Compiles every program in every shape, the smallest first, and then runs each with slots that are not live.
@@ -547,20 +539,17 @@ class ModelRunner:
         caches = {window: self._cache_shape(config.max_slots, window) for window in self._windows}
         found: dict[str, Any] = {}
         for window, cache in caches.items():
-            found[f"decode, window {window}"] = functools.partial(
-                run.decode.lower, weights, cache, rows, steps=self._steps
-            )
+            found[_DECODE.format(window)] = functools.partial(run.decode.lower, weights, cache, rows, steps=self._steps)
             for count, length in self._prefill_shapes(window):
-                prompts = f"{count} × {length} prompt tokens"
                 tokens, prefilled = np.zeros((count, length), np.int32), self._cache_shape(count, length)
                 lower = functools.partial(run.prefill.lower, weights, tokens, kernel=self._kernel(length))
-                found.setdefault(f"prefill, {prompts}", lower)
-                found[f"insert, {prompts}, window {window}"] = functools.partial(
+                found.setdefault(_PREFILL.format(count, length), lower)
+                found[_INSERT.format(count, length, window)] = functools.partial(
                     run.insert.lower, cache.keys[0], prefilled.keys[0], slots
                 )
-            found[f"fork, window {window}"] = functools.partial(run.fork.lower, cache.keys[0], slots)
+            found[_FORK.format(window)] = functools.partial(run.fork.lower, cache.keys[0], slots)
         for window, other in [*pairwise(self._windows), *pairwise(reversed(self._windows))]:
-            found[f"resize, window {window} to {other}"] = functools.partial(
+            found[_RESIZE.format(window, other)] = functools.partial(
                 run.resize.lower, caches[window].keys[0], window=other
             )
         found |= weights.lower_digests()
@@ -580,7 +569,7 @@ class ModelRunner:
             self.fork(np.arange(slots, dtype=np.int32))
 
         for window in self._windows:
-            yield f"decode, window {window}", functools.partial(begin, window)
+            yield _DECODE.format(window), functools.partial(begin, window)
             for rows, length in self._prefill_shapes(window):
                 prefill = functools.partial(self.prefill, np.zeros((rows, length), np.int32), nowhere)
                 yield f"prefill, {rows} × {length} prompt tokens, window {window}", prefill

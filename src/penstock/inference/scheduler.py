@@ -14,15 +14,17 @@ import threading
 import time
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from penstock.inference.config import EngineConfig
-from penstock.inference.model_runner import HostRows, HostSamples, ModelRunner, ServedWeights
+from penstock.inference.dispatch import HostRows, HostSamples
+from penstock.inference.model_runner import ModelRunner, ServedWeights
 from penstock.inference.sequence import Response
 from penstock.model.language import Decoder
+from penstock.model.programs import LazyPrograms
 from penstock.types import SAMPLING_FIELDS, CompiledProgram, WeightVersion
 
 
@@ -365,6 +367,14 @@ class RunningBatch:
     def warm_up(self) -> Iterator[CompiledProgram]:
         """Compiles every program; yields each as it is done."""
         return self._runner.warm_up(self._slots.rows)
+
+    def begin(self, on_done: Callable[[CompiledProgram | BaseException], None]) -> LazyPrograms | None:
+        """`ModelRunner.begin`."""
+        return self._runner.begin(self._slots.rows, on_done)
+
+    def digests(self, weights: ServedWeights) -> dict[str, str]:
+        """Of what lies there. For any thread."""
+        return self._runner.digests(weights)
 
     def prepare(self, decoder: Decoder) -> ServedWeights:
         """Weights as the programs take them; what runs goes on meanwhile. For any thread."""

@@ -9,13 +9,15 @@ control policies learned nothing now and then.
 """
 
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from queue import PriorityQueue
+from typing import final
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -37,40 +39,111 @@ def compile_programs(programs: Programs, urgent: bool = True) -> Iterator[Compil
         Each as it is done; whoever asks for no more has those left out that were not begun.
     """
     choose_cache()
-    waiting = {name: Future[float]() for name in programs}
-    for name, compile_it in programs.items():
-        _queue.put((not urgent, next(_numbers), compile_it, waiting[name]))
-    names = {future: name for name, future in waiting.items()}
+    tasks = {name: _Task(compile_it) for name, compile_it in programs.items()}
+    names = {task.future: name for name, task in tasks.items()}
     try:
-        for _ in programs:
-            _threads().submit(_compile_next)
+        _submit(tasks.values(), urgent)
         for number, done in enumerate(as_completed(names), 1):
             yield CompiledProgram(names[done], number, len(programs), done.result())
     finally:
         wait([future for future in names if not future.cancel()])
 
 
-_queue: PriorityQueue[tuple[bool, int, Callable[[], object], Future[float]]] = PriorityQueue()
+@final
+class LazyPrograms:
+    """Programs that are compiled when they are needed first, or before, when somebody asks for them.
+
+    Args:
+        programs: All that there are.
+        on_done: Called with each that is compiled, or its error, in the thread that compiled it; must not raise.
+    """
+
+    def __init__(self, programs: Programs, on_done: Callable[[CompiledProgram | BaseException], None]) -> None:
+        choose_cache()
+        self._tasks = {name: _Task(compile_it) for name, compile_it in programs.items()}
+        self._on_done = on_done
+        self._asked: set[str] = set()
+        self._done = count(1)
+        for name, task in self._tasks.items():
+            task.future.add_done_callback(partial(self._tell, name))
+
+    def __len__(self) -> int:
+        """All that there are."""
+        return len(self._tasks)
+
+    def need(self, *names: str) -> None:
+        """Returns when they are compiled: at once, where they are; in this thread too, where nobody has begun.
+
+        Raises:
+            KeyError: there is none of that name.
+            Exception: what its compilation raised.
+        """
+        missing = [name for name in names if not self._tasks[name].future.done()]
+        self.compile(missing[1:], urgent=True)
+        self._asked.update(missing)
+        for name in missing:
+            self._tasks[name].run()
+        for name in names:
+            self._tasks[name].future.result()
+
+    def compile(self, names: Iterable[str] | None = None, urgent: bool = False) -> None:
+        """Has those (all by default) compiled that are not begun yet; does not wait."""
+        chosen = list(self._tasks if names is None else names)
+        self._asked.update(chosen)
+        _submit([self._tasks[name] for name in chosen], urgent)
+
+    def drop(self) -> None:
+        """Leaves out what was not begun."""
+        for task in self._tasks.values():
+            task.future.cancel()
+
+    def _tell(self, name: str, future: Future[float]) -> None:
+        if not future.cancelled():
+            error = future.exception()
+            asked = len(self._asked)
+            self._on_done(error or CompiledProgram(name, next(self._done), asked, future.result()))
+
+
+@final
+class _Task:
+    """A program to compile, once, by whoever comes first."""
+
+    def __init__(self, compile_it: Callable[[], object]) -> None:
+        self.future = Future[float]()
+        self._compile_it = compile_it
+        self._claim = threading.Lock()  # never released
+
+    def run(self) -> None:
+        """Compiles it, unless somebody does or has."""
+        if not self._claim.acquire(blocking=False) or not self.future.set_running_or_notify_cancel():
+            return
+        started = time.perf_counter()
+        try:
+            self._compile_it()
+        except BaseException as error:  # whatever it was, whoever waits must get it
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(time.perf_counter() - started)
+
+
+_queue: PriorityQueue[tuple[bool, int, _Task]] = PriorityQueue()
 _numbers = count()
+
+
+def _submit(tasks: Iterable[_Task], urgent: bool) -> None:
+    for task in tasks:
+        _queue.put((not urgent, next(_numbers), task))
+        _threads().submit(_compile_next)
+
+
+def _compile_next() -> None:
+    """What is most urgent now, of whoever asked."""
+    _queue.get()[-1].run()
 
 
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(processors_of_process(), "compiling")
-
-
-def _compile_next() -> None:
-    """What is most urgent now, of whoever asked."""
-    _, _, compile_it, future = _queue.get()
-    if not future.set_running_or_notify_cancel():
-        return
-    started = time.perf_counter()
-    try:
-        compile_it()
-    except BaseException as error:  # whatever it was, whoever waits must get it
-        future.set_exception(error)
-    else:
-        future.set_result(time.perf_counter() - started)
 
 
 def arithmetic() -> dict[str, str | int]:

@@ -11,6 +11,7 @@ at the next update boundary with a checkpoint; a second one ends the process.
 """
 
 import faulthandler
+import gc
 import os
 import signal
 import socket
@@ -162,6 +163,16 @@ def abort_when_hung(limit_s: float, stacks_path: Path) -> Iterator[Callable[[], 
             stacks_path.unlink()
 
 
+@contextmanager
+def _imports_kept() -> Iterator[None]:
+    """Leaves out of every garbage collection what is there already: modules, mostly, a tenth of a second each time."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 SUPERVISION_S = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -201,6 +212,10 @@ class Overseer:
             PenstockError: the run failed; whatever any thread raised, unchanged.
         """
         self._log.event("start", pid=os.getpid(), lineage=self._run.lineage)
+        with _imports_kept():
+            self._run_watched()
+
+    def _run_watched(self) -> None:
         stacks_path = self._directory.path / "stacks.txt"
         limit_s = self._config.no_progress_s + self._config.stop_timeout_s + LAST_RESORT_S
         with self._interrupts():

@@ -16,10 +16,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
-import pyarrow.dataset as ds
+import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
@@ -40,6 +40,9 @@ from penstock.types import (
     RunDirectoryError,
     SchemaVersionError,
 )
+
+if TYPE_CHECKING:
+    import pyarrow.dataset as ds  # it imports pandas where that is there: loaded when something is read
 
 Read = TypeVar("Read")
 
@@ -151,10 +154,10 @@ class RunFiles:
         url: Of the store; None: the run directory.
     """
 
-    rollouts: ds.Dataset
-    evaluations: ds.Dataset
-    batches: ds.Dataset
-    fragments: ds.Dataset
+    rollouts: "ds.Dataset"
+    evaluations: "ds.Dataset"
+    batches: "ds.Dataset"
+    fragments: "ds.Dataset"
     paths: tuple[str, ...]
     filesystem: pafs.FileSystem
     url: str | None
@@ -228,7 +231,7 @@ class RunFiles:
 
     def read_rollouts(self, rollout_ids: Sequence[str]) -> dict[str, RolloutRecord]:
         """Whole records, by id; ids without a row are left out."""
-        wanted = ds.field("rollout_id").isin(list(rollout_ids))
+        wanted = pc.field("rollout_id").isin(list(rollout_ids))
         with self.reading():
             table = self.rollouts.to_table(columns=ROLLOUT_SCHEMA.names, filter=wanted)
         return {record.rollout.rollout_id: record for record in records_from_table(self._versioned(table))}
@@ -240,7 +243,7 @@ class RunFiles:
 
     def read_uses(self, rollout_ids: Sequence[str]) -> pa.Table:
         """Rows of batch files, those of some rollouts at least; rows that several rollouts share are always there."""
-        wanted = ds.field("rollout_id").isin(list(rollout_ids)) | ds.field("rollout_id").is_null()
+        wanted = pc.field("rollout_id").isin(list(rollout_ids)) | pc.field("rollout_id").is_null()
         with self.reading():
             return self._versioned(self.batches.to_table(filter=wanted))
 
@@ -261,7 +264,7 @@ def _open(directory: RunDirectory, url: str | None) -> tuple[Storage, pafs.FileS
     return storage, pafs.PyFileSystem(pafs.FSSpecHandler(storage.filesystem)), storage.root
 
 
-def _evaluations(directory: RunDirectory) -> ds.Dataset:
+def _evaluations(directory: RunDirectory) -> "ds.Dataset":
     """They are always in the run directory, and stay there."""
     folder = directory.evaluations
     names = read_live(LocalStorage(directory.path), folder.name, _read_nothing)
@@ -336,11 +339,15 @@ def _read_nothing(file: pq.ParquetFile, name: str) -> None:
     """Opening a file checks its version."""
 
 
-def _dataset(filesystem: pafs.FileSystem, paths: list[str], schema: pa.Schema) -> ds.Dataset:
+def _dataset(filesystem: pafs.FileSystem, paths: list[str], schema: pa.Schema) -> "ds.Dataset":
+    import pyarrow.dataset as ds
+
     if not paths:
         return ds.dataset(schema.empty_table())
     return ds.dataset(paths, schema=schema, format="parquet", filesystem=filesystem)
 
 
-def _together(files: ds.Dataset, tables: list[pa.Table]) -> ds.Dataset:
+def _together(files: "ds.Dataset", tables: list[pa.Table]) -> "ds.Dataset":
+    import pyarrow.dataset as ds
+
     return ds.dataset([files, *(ds.dataset(table) for table in tables)]) if tables else files

@@ -11,6 +11,7 @@ import pytest
 from penstock.overseer import train
 from penstock.overseer.kind import RunStart
 from penstock.overseer.language.kind import LanguageKind, Updates
+from penstock.rundir import read_events, read_metrics
 from tests.overseer.conftest import tiny
 
 
@@ -44,3 +45,15 @@ def test_the_policy_that_a_run_begins_with_is_let_go_when_its_successor_is_serve
     train(tiny({**config, "steps": begun + 3}), run_dir, resume=resumed, quiet=True)
     assert alive[begun + 1] > 0  # still served: the next version is published after this line
     assert (alive[begun + 2], alive[begun + 3]) == (0, 0)
+
+
+def test_what_nothing_before_the_first_update_needs_is_compiled_after_it(run_dir: Path):
+    train(tiny({"async": False, "steps": 3}), run_dir, quiet=True)
+    first = next(row["time"] for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row)
+    told = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "compiled"]
+    names = [event["program"] for event in told]
+    before = [event["program"] for event in told if event["time"] < first]
+    assert len(names) == len(set(names))  # each once
+    kinds = {name.partition(",")[0] for name in before}
+    assert {"decode", "prefill", "insert", "log-probabilities", "gradient", "optimiser step"} <= kinds
+    assert sum(name.startswith("prefill") for name in before) == 1

@@ -197,7 +197,7 @@ class Decoder(eqx.Module):
         dtype = jnp.dtype(config.dtype)
         shapes = config.parameter_shapes()
         return cls.from_arrays(
-            config, {name: jnp.asarray(_draw(rng, name, shape), dtype) for name, shape in shapes.items()}
+            config, {name: jax.device_put(_draw(rng, name, shape).astype(dtype)) for name, shape in shapes.items()}
         )
 
     @classmethod

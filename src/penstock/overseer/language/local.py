@@ -6,6 +6,7 @@ meanwhile, and a version is evaluated before anything is generated with it.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, final
 
@@ -47,7 +48,7 @@ from penstock.replay import (
 )
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.tracking import conversation_of
-from penstock.types import Completion, RLExample, RolloutBatch, RolloutGroup, WeightVersion
+from penstock.types import Completion, RLExample, RolloutBatch, RolloutGroup, Stopped, WeightVersion
 from penstock.weights import InProcessBroadcaster
 
 WORKER_ID = "rollout-worker-0"
@@ -376,6 +377,7 @@ class LocalInference(ThreadedComponent):
         self._manager = manager
         self._weights = weights
         self._rollout = rollout
+        self._first = engine.version
         self._held: tuple[WeightVersion, str] | None = None
 
     @override
@@ -383,15 +385,17 @@ class LocalInference(ThreadedComponent):
         self.crew.start("inference-0.engine", self._run)
 
     def _run(self) -> None:
-        self.doing = "compiling"
-        self._engine.start()
-        for program in self._engine.compiling(self.config.overseer.no_progress_s):
-            self.note_compiled(program)
+        self._engine.start(lazily=True)
         self.state, self.doing = "running", "serving"
+        with suppress(Stopped):
+            for program in self._engine.compiling(None):
+                self.note_compiled(program)
 
     def look(self, view: Membership) -> None:
-        """Takes the weights that are offered, unless the worker does."""
+        """Takes the weights that are offered, unless the worker does; with the first has the rest compiled."""
         newest = self._weights.latest()
+        if newest is not None and newest > self._first:  # nothing is in the first update's way any more
+            self._engine.compile_rest()
         if newest is None or self.state != "running" or self._rollout.trains:
             return
         offered = newest, str(self._weights.endpoint()["incarnation"])
