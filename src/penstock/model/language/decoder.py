@@ -362,7 +362,7 @@ class Decoder(eqx.Module):
             segments: Where the rows' sequences lie.
             remat: Keep nothing but each layer's input for the backward pass. Otherwise the results of matrix
                 products are kept.
-            kernel: What computes attention.
+            kernel: What computes attention, from `attention_kernel`.
 
         Returns:
             States after the final norm; those at padding mean nothing, but are finite.
