@@ -427,7 +427,7 @@ class LearnerConfig(FrozenConfig, frozen=True):
             raise ValueError(f"row_lengths is {list(self.row_lengths)}: name each length once, the shortest first")
         if self.row_lengths and self.row_length != self.row_lengths[-1]:
             raise ValueError(
-                f"row_length is {self.row_length}, and the longest of row_lengths {self.row_lengths[-1]}: set row_length "
+                f"row_length is {self.row_length} and the longest of row_lengths {self.row_lengths[-1]}: set it "
                 f"to that, too, or leave one of them out"
             )
         if not self.has_critic:
