@@ -1,7 +1,7 @@
 """What `penstock fit` foretells, beside what happens; and what large models take on chips that are not here.
 
     python -m benchmarks.fit                                        # foretold and measured peaks on this machine's CPUs
-    python -m benchmarks.fit --target h100:1 --target v5e:1         # models × rows × full and LoRA, by the compilers
+    python -m benchmarks.fit --target h100:1 --target v5e:1         # models × rows, by the chips' compilers
 
 The first form runs five shapes, each in a process of its own and at staleness zero: a prefill, decoding over the
 longest window, an update, its hand-over to the engine, and all of it again. All is compiled before, so that the peak is
@@ -165,17 +165,52 @@ def calibrate(names: Sequence[str]) -> int:
     return marks.missed
 
 
+MODELS, ROWS = ("0.5b", "1.5b", "7b"), (4096, 16384, 65536)
+LARGE = ["model.dtype=bfloat16", "learner.micro_batch_rows=1", "inference.max_slots=16"]
+"""What the tables change of the recipe `cats`, whose lessons do not matter here."""
+LINEAR = 4.4
+"""Growth of temporaries over rows of four times the tokens."""
+
+
+def tabulate(target: str, models: Sequence[str], rows: Sequence[int]) -> int:
+    """Prints a line for each model and row length on a chip, and marks; how many were missed."""
+    marks, reports = Marks(), {}
+    print(f"{target}: compiled, not run: not yet measured", flush=True)
+    for model in models:
+        for length in rows:
+            report = penstock.overseer.fit(penstock.load_config("cats", LARGE), target, [model], [length])
+            reports[model, length] = report
+            temporaries = report.program("gradient").temporaries_bytes  # type: ignore[union-attr]
+            cells = "  ".join(f"{cell:>12}" for cell in report.cells())  # type: ignore[union-attr]
+            remedy = "" if report.remedy is None else f"  {report.remedy}"  # type: ignore[union-attr]
+            print(f"  {model:<5}{length:>7,}  {cells}{remedy}", flush=True)
+            if (before := reports.get((model, length // 4))) is not None:
+                grown = temporaries / before.program("gradient").temporaries_bytes  # type: ignore[union-attr]
+                marks.at_most(f"{model}: temporaries of {length:,} by those of {length // 4:,}", grown, LINEAR)
+            if (model, length) == ("0.5b", 16384):
+                marks.at_most("0.5b, 16,384: GB of temporaries of a row (was 43.7)", temporaries / 1e9, 5)
+            if (model, length, target) == ("1.5b", 16384, "h100:1"):
+                marks.at_least("1.5b, 16,384: fits", float(report.fits), 1)  # type: ignore[union-attr]
+    print("\n".join(marks.lines))
+    return marks.missed
+
+
 def main() -> int:
     arguments = parse()
     if arguments.measure:
         print(measured(calibrated(arguments.measure)))
         return 0
+    if arguments.target:
+        return int(sum(tabulate(target, arguments.models, arguments.rows) for target in arguments.target) > 0)
     return int(calibrate(arguments.shape or list(SHAPES)) > 0)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=SHAPES, help="of the calibration; by default all")
+    parser.add_argument("--target", action="append", help="of the tables, such as h100:1; may be repeated")
+    parser.add_argument("--models", nargs="+", default=MODELS, help="of the tables")
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of the tables")
     parser.add_argument("--measure", choices=SHAPES, help=argparse.SUPPRESS)
     return parser.parse_args()
 
