@@ -25,9 +25,9 @@ def _rows(examples, name):
 
 def _plain_loss(decoder, examples, sequence_weights):
     """All scores at once, the formulas of ALGORITHMS written out; Σ_i a_i Σ_t m_it L_it."""
-    tokens = _rows(examples, "tokens")
+    tokens, positions = (jnp.asarray(_rows(examples, name)) for name in ("tokens", "position_ids"))
     segments = Segments.of(_rows(examples, "segment_ids"))
-    hidden = decoder.hidden_states(tokens, _rows(examples, "position_ids"), segments)
+    hidden = decoder.hidden_states(tokens, positions, segments)
     scores = jax.nn.log_softmax(decoder.logits(hidden)[:, :-1])
     logprobs = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0]
     ratio = jnp.exp(jax.lax.stop_gradient(logprobs) - _rows(examples, "generator_log_probs")[:, 1:])
@@ -90,9 +90,9 @@ def test_the_drift_is_of_stale_sequences_alone(decoder, config, draw_examples):
     plain, _ = _accumulated(decoder, [fresh, stale], LossConfig(), config, rows=2)
     assert float(plain.sums.stale_tokens) == stale.loss_mask.sum()
     assert float(plain.sums.tokens) == fresh.loss_mask.sum() + stale.loss_mask.sum()
-    rows = [_rows([fresh, stale], name) for name in ("tokens", "position_ids")]
-    rows.append(Segments.of(_rows([fresh, stale], "segment_ids")))
-    scores = np.asarray(jax.nn.log_softmax(decoder.logits(decoder.hidden_states(*rows))))
+    rows = [jnp.asarray(_rows([fresh, stale], name)) for name in ("tokens", "position_ids")]
+    segments = Segments.of(_rows([fresh, stale], "segment_ids"))
+    scores = np.asarray(jax.nn.log_softmax(decoder.logits(decoder.hidden_states(*rows, segments))))
     differences = []
     for example, row in zip((fresh, stale), scores, strict=True):
         at = np.flatnonzero(example.loss_mask)
