@@ -9,6 +9,7 @@ RAY_STAMP := $(VENV)/.ready-ray
 TORCH_VENV := .venv-torch
 TORCH_STAMP := $(TORCH_VENV)/.ready
 TORCH := torch==2.13.0
+PEFT := peft==0.21.2
 # reasoning-gym, verifiers and math-verify bring some hundred packages: docs/decisions/019-adapters-are-extras.md
 ADAPTERS_VENV := .venv-adapters
 ADAPTERS_STAMP := $(ADAPTERS_VENV)/.ready
@@ -54,6 +55,7 @@ $(TORCH_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python -m pip install --quiet $(TORCH)
 	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint constraints.txt $(PEFT)
 	touch $(TORCH_STAMP)
 
 $(ADAPTERS_STAMP): pyproject.toml constraints.txt

@@ -36,6 +36,8 @@ LEARNING_RATE = 1e-6
 OURS = {"Penstock, asynchronous": 1, "Penstock, synchronous": 0}
 """By name: the staleness budget."""
 THEIRS = {"TRL GRPO": "grpo", "TRL RLOO": "rloo"}
+LIMIT_S = 1800.0
+"""Longest wait for one run."""
 
 
 class Case(NamedTuple):
@@ -128,12 +130,13 @@ def measure(name: str, case_name: str, steps: int, python: str, folder: Path) ->
     case = CASES[case_name]
     if name in THEIRS:
         told = peer(
-            python, trainer=THEIRS[name], steps=steps, groups=GROUPS, samples=SAMPLES, tokens=case.tokens,
+            python, LIMIT_S, trainer=THEIRS[name], steps=steps, groups=GROUPS, samples=SAMPLES, tokens=case.tokens,
             prompt_tokens=PROMPT_TOKENS, shape=case.shape, ends=case.ends, learning_rate=LEARNING_RATE,
         )  # fmt: skip
         return Measured(seconds_of(told["steps"]), statistics.mean(told["lengths"]), told["peak_bytes"])
     _, done = started(
-        [sys.executable, "-m", "benchmarks.end_to_end", "--child", case_name, str(OURS[name]), str(steps), str(folder)]
+        [sys.executable, "-m", "benchmarks.end_to_end", "--child", case_name, str(OURS[name]), str(steps), str(folder)],
+        LIMIT_S,
     )
     if done.returncode != 0:
         raise RuntimeError(f"penstock's run failed: {last_line(done.stderr)}")

@@ -109,11 +109,18 @@ def child(folder: Path) -> None:
     train(config, folder, recipe="first_step", quiet=True)
 
 
-def started(command: Sequence[str]) -> tuple[float, subprocess.CompletedProcess[str]]:
-    """When it was started, and how it ended."""
+def started(command: Sequence[str], limit_s: float = LIMIT_S) -> tuple[float, subprocess.CompletedProcess[str]]:
+    """When it was started, and how it ended.
+
+    Raises:
+        RuntimeError: it did not, for so long.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     began = time.time()
-    return began, subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
+    try:
+        return began, subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environment)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{' '.join(command[:3])} …: no end within {limit_s:g} s") from None
 
 
 def penstock_round(folder: Path) -> tuple[float, list[Part]]:
@@ -156,18 +163,19 @@ def trl_round(python: str) -> tuple[float, str]:
     return stepped - began, words
 
 
-def peer(python: str, **what: Any) -> dict[str, Any]:
+def peer(python: str, limit_s: float = LIMIT_S, **what: Any) -> dict[str, Any]:
     """What `trl_peer.py` told in a process of its own, and when that `began`.
 
     Args:
         python: The interpreter.
+        limit_s: Longest wait for it.
         what: Its `main`'s arguments.
 
     Raises:
         RuntimeError: it cannot be run; the reason.
     """
     try:
-        began, done = started([python, str(Path(__file__).with_name("trl_peer.py")), json.dumps(what)])
+        began, done = started([python, str(Path(__file__).with_name("trl_peer.py")), json.dumps(what)], limit_s)
     except OSError as error:
         raise RuntimeError(f"{python} cannot be run: {error.strerror}") from error
     if done.returncode != 0:

@@ -15,6 +15,7 @@ others use, too, `--processors 1` and the processor seconds are what can be comp
     segments the same; torch: a padded batch of the 64 sequences
 
 Torch is PyTorch eager with its fused attention (`sdpa`), as transformers calls it, in micro-batches of as many tokens.
+It keeps what the backward pass needs, and so does Penstock here (`remat: false`).
 """
 
 import argparse
@@ -99,7 +100,7 @@ class Side:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.ready = self._answer()
 
-    def update(self) -> dict[str, float]:
+    def update(self) -> dict[str, Any]:
         """Its seconds and loss, and the peak of its resident memory meanwhile in bytes."""
         proc, pipe = Path(f"/proc/{self._process.pid}"), self._process.stdin
         assert pipe is not None
@@ -215,6 +216,7 @@ def work(folder: Path, case: Case, attention: Any) -> None:
         row_length=case.row_length,
         micro_batch_rows=case.rows,
         attention=attention,
+        remat=False,
         optimizer=OptimizerConfig(learning_rate=1e-6, warmup_steps=0),
     )
     learner = Learner(load_decoder(folder), config, 1000)

@@ -5,6 +5,7 @@
     python -m benchmarks.learning arithmetic --seeds 1 --control
     python -m benchmarks.learning cartpole --seeds 8 --least 475 --within 90
     python -m benchmarks.learning memory --seeds 2 --control model.memory=none
+    python -m benchmarks.learning arithmetic --presets all --seeds 3 --results presets.jsonl --shared-start --jobs 2
 
 What is trained is compared with what the reinforcement learning began with, on the same held-out prompts with the same
 sampling seeds: after a warm start, where there is one, so that nothing it taught counts as a gain. A lesson passes with
@@ -14,26 +15,41 @@ when all of them do and start-up, evaluations and training took no longer than `
 with 1 unless at least ``--passes`` seeds do. ``--control`` adds a run of each seed with another setting, of which no
 lesson may gain half as much as ``--gain``: by default a learning rate of zero, warm start included, which must not
 change one answer.
+
+With ``--presets`` each of those named trains with each seed, in a process of its own on one core, with two optimiser
+steps per update where nothing else is said, since a clip can act from the second on; all have the same marks, and a
+preset passes as a recipe does. Its runs are kept in ``--results`` and not made again (`benchmarks.campaign`). With
+``--shared-start`` the recipe's warm start is made once for each seed, beside the results, and all presets go on from
+there: the changes are then of the reinforcement learning alone.
 """
 
 import argparse
 import math
+import os
 import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
 
 import penstock
-from penstock.overseer.results import Interval, difference_interval, reward_interval
+from benchmarks import campaign
+from benchmarks.campaign import Cell
+from penstock.learner.config import Preset
+from penstock.overseer.results import Interval, difference_interval, read_stats, reward_interval
 from penstock.types import RolloutBatchStats
 
 STILL = "learner.optimizer.learning_rate=0"
+SEVERAL = "learner.minibatches=2"
+"""What every preset runs with, unless steps of an update are given."""
+NEEDS = {"ppo": ("learner.critic.learning_rate=1e-3",)}
+"""What a preset has to be told of small models: the default rate of a value head is for wide ones."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,7 @@ class Outcome:
     training_s: float
     elapsed_s: float
     status: str
+    updates: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def gain(self) -> float:
@@ -101,6 +118,71 @@ def run(recipe: str, seed: int, overrides: list[str], kind: str) -> list[Outcome
     ]
 
 
+def cell_of(recipe: str, overrides: Sequence[str], preset: str, seed: int) -> Cell:
+    """The run of a preset."""
+    given = any(word.startswith(("learner.minibatches=", "learner.epochs=")) for word in overrides)
+    words = [f"learner.loss.preset={preset}", *[SEVERAL] * (not given), *NEEDS.get(preset, ()), *overrides]
+    return Cell(preset, recipe, seed, tuple(words))
+
+
+def outcomes_of(cell: Cell, found: Mapping[str, Any]) -> list[Outcome]:
+    """One per lesson."""
+    untrained, before, after = (read_stats(found[name]) for name in ("untrained", "before", "after"))
+    times = found["training_s"], found["elapsed_s"]
+    return [
+        Outcome(
+            cell.seed, cell.name, lesson_id, untrained[lesson_id], before[lesson_id], after[lesson_id], *times,
+            found["lessons"][lesson_id], found["updates"],
+        )
+        for lesson_id in after
+    ]  # fmt: skip
+
+
+def shared_start(recipe: str, seed: int, folder: Path) -> list[str]:
+    """Makes a recipe's warm start, unless it is there, and gives the changes by which a run goes on from it."""
+    start = folder / "checkpoints" / "step-0"
+    if not start.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        words = [f"seed={seed}", "steps=1", STILL, "overseer.checkpoint_every=1", "overseer.keep_every=1"]
+        core = min(os.sched_getaffinity(0))
+        campaign.on_core([sys.executable, "-m", "penstock", "train", recipe, *words, "--run-dir", str(folder)], core)
+    return [f"model.initial_checkpoint={start}", "learner.warm_start=null"]
+
+
+def run_presets(options: argparse.Namespace, seeds: Sequence[int]) -> list[Outcome]:
+    """Of every preset that is named with every seed, those of one seed after one another."""
+    cells: list[Cell] = []
+    for seed in seeds:
+        words = list(options.overrides)
+        if options.shared_start:
+            words += shared_start(options.recipe, seed, options.results.with_suffix("") / f"{options.recipe}-{seed}")
+        cells += [cell_of(options.recipe, words, name, seed) for name in presets_of(options)]
+    found = campaign.go_through(cells, campaign.trained_on_core, options.results, options.jobs)
+    return [outcome for cell in cells for outcome in outcomes_of(cell, found[cell])]
+
+
+def presets_of(options: argparse.Namespace) -> list[str]:
+    """Those that are asked for."""
+    return list(get_args(Preset)) if "all" in options.presets else list(options.presets)
+
+
+def print_presets(recipe: str, outcomes: Sequence[Outcome], console: Console) -> None:
+    table = Table(title=f"{recipe}: held-out reward by preset, mean [95% interval]")
+    names = ("preset", "seed", "lesson", "before", "trained", "gain", "steps", "clipped", "tokens", "train s")
+    for name in names:
+        table.add_column(name)
+    for outcome in sorted(outcomes, key=lambda outcome: (get_args(Preset).index(outcome.kind), outcome.seed)):
+        value, around = outcome.compared
+        stages = (f"{s.reward_mean:.3f} {interval(s)}" for s in (outcome.before, outcome.after))
+        table.add_row(
+            outcome.kind, str(outcome.seed), outcome.lesson_id, *stages, f"{value:+.3f} {around}",
+            f"{outcome.updates['optimizer_steps']:.0f}", f"{outcome.updates['train/clip_fraction']:.4f}",
+            f"{outcome.updates['tokens']:,.0f}", f"{outcome.training_s:.0f}",
+        )  # fmt: skip
+    console.print(table)
+    console.print("steps: the fewest of an update; clipped: share of the tokens, mean of all updates")
+
+
 def print_table(recipe: str, outcomes: list[Outcome], console: Console) -> None:
     table = Table(title=f"{recipe}: held-out reward, mean [95% interval]")
     for column in (
@@ -142,29 +224,50 @@ def main() -> int:
     parser.add_argument("--least", type=float, default=-math.inf, help="reward or return")
     parser.add_argument("--within", type=float, default=math.inf, help="seconds")
     parser.add_argument("--control", nargs="?", const=STILL, metavar="KEY=VALUE")
+    parser.add_argument("--presets", nargs="+", choices=("all", *get_args(Preset)), metavar="PRESET", help="or all")
+    parser.add_argument("--shared-start", action="store_true", help="one warm start per seed, for all presets")
+    campaign.add_options(parser)
     options = parser.parse_intermixed_args()
     chosen: list[int] = options.seed_list or list(range(options.seeds))
-    outcomes: list[Outcome] = []
-    for seed in chosen:
+    if options.control and options.presets:
+        parser.error("--control compares a recipe with itself: leave --presets out")
+    if not options.presets and (options.results or options.shared_start or options.jobs != 1):
+        parser.error("--results, --shared-start and --jobs are of --presets: give it, or leave them out")
+    if options.shared_start and not options.results:
+        parser.error("--shared-start keeps the warm starts beside --results: give it")
+    outcomes: list[Outcome] = run_presets(options, chosen) if options.presets else []
+    for seed in () if options.presets else chosen:
         outcomes += run(options.recipe, seed, options.overrides, "trained")
         if options.control:
             outcomes += run(options.recipe, seed, [*options.overrides, options.control], "control")
-    print_table(options.recipe, outcomes, Console(width=150))
+    show = print_presets if options.presets else print_table
+    show(options.recipe, outcomes, Console(width=150))
     known = list(dict.fromkeys(outcome.lesson_id for outcome in outcomes))
     unknown = sorted(set(options.lessons or ()) - set(known))
     if unknown:
         parser.error(f"--lessons {unknown[0]}: the recipe's are {', '.join(known)}")
     judged = [outcome for outcome in outcomes if outcome.lesson_id in (options.lessons or known)]
     needed = options.passes if options.passes is not None else len(chosen) - len(chosen) // 5
-    passed = count_passes(judged, chosen, options)
-    print(f"{passed} of {len(chosen)} seeds pass ({needed} needed)")
+    kinds = presets_of(options) if options.presets else ["trained"]
+    failed = [kind for kind in kinds if not enough(judged, chosen, needed, options, kind)]
     moved = count_moved(judged, options)
-    return int(passed < needed or moved > 0)
+    return int(bool(failed) or moved > 0)
 
 
-def count_passes(judged: Sequence[Outcome], seeds: Sequence[int], options: argparse.Namespace) -> int:
+def enough(
+    judged: Sequence[Outcome], seeds: Sequence[int], needed: int, options: argparse.Namespace, kind: str
+) -> bool:
+    """Whether so many seeds learned; says so."""
+    own = [outcome for outcome in judged if outcome.kind == kind]
+    if options.presets:
+        print(f"\n{kind}")
+    passed = count_passes(own, seeds, options)
+    print(f"{passed} of {len(seeds)} seeds pass ({needed} needed)")
+    return passed >= needed
+
+
+def count_passes(trained: Sequence[Outcome], seeds: Sequence[int], options: argparse.Namespace) -> int:
     """How many seeds learned every lesson that is judged, in time; says how many learned each."""
-    trained = [outcome for outcome in judged if outcome.kind == "trained"]
     learned = {(o.lesson_id, o.seed): o.passes(options.gain, options.least) for o in trained}
     for lesson_id in dict.fromkeys(outcome.lesson_id for outcome in trained):
         count = sum(learned[lesson_id, seed] for seed in seeds)

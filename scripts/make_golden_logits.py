@@ -1,18 +1,21 @@
 """Makes the golden files against which the decoder's logits are tested. Needs torch, which Penstock does not.
 
-    python -m venv /tmp/golden && /tmp/golden/bin/pip install torch transformers safetensors numpy
+    python -m venv /tmp/golden && /tmp/golden/bin/pip install torch transformers peft safetensors numpy
     /tmp/golden/bin/python scripts/make_golden_logits.py            # or the names of those to make
 
 For each family: a tiny checkpoint as transformers saves it, and the float32 logits that transformers computes from it
-for sequences of different lengths. Every parameter is drawn at random, biases and norm weights included, since a
-parameter left at zero or one could be ignored or misplaced without any test noticing.
+for sequences of different lengths; for some an adapter beside it, as PEFT saves it, and the logits with that. Every
+parameter is drawn at random, biases and norm weights included, since a parameter left at zero or one could be ignored
+or misplaced without any test noticing.
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -74,6 +77,10 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "yarn": Qwen2Config(**SHAPE, rope_parameters=YARN_ROPE, tie_word_embeddings=True),
 }
 """By the name of the folder; those after the families are of one of them."""
+ADAPTERS = {
+    "llama": LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM"),
+    "qwen2": LoraConfig(r=6, lora_alpha=8, target_modules=["v_proj", "q_proj"], use_rslora=True, task_type="CAUSAL_LM"),
+}
 SHARD_SIZE = {"mistral": "40KB"}
 
 
@@ -97,9 +104,32 @@ def make(family: str, config: PretrainedConfig, seed: int) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     model.save_pretrained(directory, max_shard_size=SHARD_SIZE.get(family, "1GB"))
     (directory / "generation_config.json").unlink(missing_ok=True)
+    write_logits(model, directory, generator)
+
+
+def make_adapter(family: str, config: LoraConfig, seed: int) -> None:
+    """Writes an adapter beside one family's checkpoint, and its logits."""
+    generator = torch.Generator().manual_seed(seed)
+    base, directory = DIRECTORY / family, DIRECTORY / family / "adapter"
+    shutil.rmtree(directory, ignore_errors=True)
+    model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", dtype=torch.float32)
+    adapted = get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    adapted.save_pretrained(directory)
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": ".."}, indent=2) + "\n")
+    (directory / "README.md").unlink(missing_ok=True)
+    write_logits(adapted, directory, generator)
+
+
+def write_logits(model: torch.nn.Module, directory: Path, generator: torch.Generator) -> None:
+    """Writes sequences of different lengths with their logits."""
     golden = {}
     for index, length in enumerate(LENGTHS):
-        tokens = torch.randint(0, config.vocab_size, (length,), generator=generator)
+        tokens = torch.randint(0, SHAPE["vocab_size"], (length,), generator=generator)
         with torch.no_grad():
             golden[f"logits_{index}"] = model(tokens[None]).logits[0].contiguous()
         golden[f"tokens_{index}"] = tokens.to(torch.int32)
@@ -110,3 +140,6 @@ if __name__ == "__main__":
     for number, (name, family_config) in enumerate(FAMILIES.items()):
         if not sys.argv[1:] or name in sys.argv[1:]:
             make(name, family_config, seed=number)
+    for number, (name, adapter_config) in enumerate(ADAPTERS.items()):
+        if not sys.argv[1:] or f"{name}_adapter" in sys.argv[1:]:
+            make_adapter(name, adapter_config, seed=100 + number)

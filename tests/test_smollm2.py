@@ -27,12 +27,14 @@ from penstock.inference.config import ServeConfig
 from penstock.inference.http_server import serve
 from penstock.learner import Learner
 from penstock.learner.config import LearnerConfig
-from penstock.model.language import PolicyConfig, Segments, load_decoder, load_policy
+from penstock.model.language import PolicyConfig, Segments, load_decoder, load_policy, named_arrays
 from penstock.model.language.config import LoadingConfig
+from penstock.model.language.decoder import decoder_digests
+from penstock.overseer.language.export import ExportConfig, export
 from penstock.rundir import read_events, read_metrics
 from penstock.text import Tokenizer
 from penstock.types import Decoding, WeightVersion
-from penstock.weights import InProcessBroadcaster
+from penstock.weights import InProcessBroadcaster, trained_arrays
 
 ROOT = Path(__file__).parents[1]
 SMOLLM2 = ROOT / "checkpoints" / "SmolLM2-135M-Instruct"
@@ -122,10 +124,8 @@ class Published:
         self._before = bits
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Twenty asynchronous updates of the recipe, on the small file of word problems."""
-    run_dir, published = tmp_path_factory.mktemp("runs") / "run", Published()
+def recipe(*more):
+    """The recipe with so many updates, small, on the small file of word problems."""
     environment = "curriculum.lessons.gsm8k.environment.env_args"
     words = [
         f"steps={UPDATES}", f"model.path={SMOLLM2}", f"{environment}.path={ROOT}/examples/data/word_problems.jsonl",
@@ -134,6 +134,13 @@ def trained(tmp_path_factory):
         "inference.max_slots=16", "inference.max_seq_len=160", "inference.prefill_lengths=[112]",
         "learner.row_length=160", "learner.micro_batch_rows=2", "overseer.no_progress_s=1800",
     ]  # fmt: skip
+    return penstock.load_config("gsm8k_smollm2", [*words, *more])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Twenty asynchronous updates."""
+    run_dir, published = tmp_path_factory.mktemp("runs") / "run", Published()
     original = InProcessBroadcaster.publish
     with pytest.MonkeyPatch.context() as patch:
 
@@ -143,7 +150,7 @@ def trained(tmp_path_factory):
 
         patch.setattr(InProcessBroadcaster, "publish", publish)
         began = time.perf_counter()
-        summary = penstock.train(penstock.load_config("gsm8k_smollm2", words), run_dir, quiet=True)
+        summary = penstock.train(recipe(), run_dir, quiet=True)
         seconds = time.perf_counter() - began
     return run_dir, summary, published, seconds
 
@@ -179,11 +186,42 @@ def test_updates_move_what_is_published(trained):
     assert 0 <= before <= 1 and 0 <= after <= 1
 
 
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """Twenty updates of an adapter of rank 16, the last ten after a resume, under a KL to the adapter off."""
+    run_dir = tmp_path_factory.mktemp("adapter") / "run"
+    words = [
+        "model.lora.rank=16", "learner.optimizer.learning_rate=2e-4", "learner.kl.coefficient=0.001",
+        "learner.kl.reference=initial", "overseer.checkpoint_every=10", "overseer.keep_checkpoints=5",
+    ]  # fmt: skip
+    penstock.train(recipe(*words, f"steps={UPDATES // 2}"), run_dir, quiet=True)
+    return run_dir, penstock.train(run_dir=run_dir, resume=True, quiet=True, steps=UPDATES)
+
+
+def test_an_adapter_is_trained_published_and_saved_alone(adapter):
+    run_dir, summary = adapter
+    assert summary.step == UPDATES
+    updates = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
+    assert [row["step"] for row in updates] == list(range(1, UPDATES + 1))
+    assert np.mean([row["train/grad_norm"] > 0 for row in updates]) >= 0.9
+    kls = [row["train/parity_kl"] for row in updates]
+    assert all(row["train/parity_checked"] >= 8 for row in updates) and max(kls) <= LIMITS["bfloat16"][2]
+    folder = run_dir / "checkpoints" / f"step-{UPDATES}" / "model"
+    decoder, base = load_decoder(folder, "bfloat16"), load_decoder(SMOLLM2, "bfloat16")
+    arrays = named_arrays(decoder)
+    travelling = sum(array.nbytes for array in trained_arrays(arrays, decoder.config.still).values())
+    share = travelling / sum(array.nbytes for array in named_arrays(base).values())
+    print(f"\n{travelling:,} bytes published for a version, {share:.2%}; parity KL {min(kls):.2g} to {max(kls):.2g}")
+    assert share <= 0.04 and (folder / "adapter_model.safetensors").stat().st_size < 1.01 * travelling + 100_000
+    still = {name: digest for name, digest in decoder_digests(arrays).items() if not name.startswith("adapter.")}
+    assert still == decoder_digests(named_arrays(base)) and bool(decoder.adapter.query.b.any())
+
+
 REFERENCE = """
 import sys, numpy as np, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 directory, arrays = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()  # an adapter's by peft
 tokens = np.load(arrays)["tokens"]
 text = AutoTokenizer.from_pretrained(directory).apply_chat_template(
     [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_dict=False
@@ -195,11 +233,15 @@ np.savez(arrays, tokens=tokens, logits=logits, rendered=np.array(text), ends=np.
 """
 
 
-@pytest.mark.parametrize("which", ["published", "trained"])
+@pytest.mark.parametrize("which", ["published", "trained", "adapter", "merged"])
 def test_transformers_has_equal_logits(which, tokenizer, tmp_path, request):
     if not TORCH_PYTHON.is_file():
         pytest.skip("torch is missing: make test-smollm2 installs it into .venv-torch")
     directory = SMOLLM2
+    if which in ("adapter", "merged"):
+        directory = request.getfixturevalue("adapter")[0] / "checkpoints" / f"step-{UPDATES}" / "model"
+    if which == "merged":
+        directory = export(directory, tmp_path / "merged", ExportConfig())
     if which == "trained":
         directory = request.getfixturevalue("trained")[0] / "checkpoints" / f"step-{UPDATES}" / "model"
         assert json.loads((directory / "config.json").read_text())["initializer_range"] == 0.041666666666666664

@@ -64,7 +64,7 @@ def test_a_peer_that_is_not_there_is_skipped_with_the_reason(python, reason):
 
 def test_both_have_the_shape_that_the_benchmark_of_steps_has(monkeypatch):
     seen = []
-    monkeypatch.setattr(first_step, "started", lambda command: seen.append(command) or (0.0, _ended()))
+    monkeypatch.setattr(first_step, "started", lambda command, *_: seen.append(command) or (0.0, _ended()))
     assert trl_round("python")[0] == 9.0
     what = json.loads(seen[0][2])
     assert what.pop("shape") == steps.SHAPE

@@ -63,7 +63,12 @@ def test_an_update_of_several_steps_is_one_version(decoder, config, grouped, mak
     assert 0 < metrics["throughput/row_fill"] <= 1
 
 
-def test_the_clip_acts_from_the_second_minibatch_on(decoder, config, grouped, make_batch):
+@pytest.mark.parametrize(
+    "preset", [pytest.param(each, marks=() if each == "rloo" else pytest.mark.slow) for each in get_args(Preset)]
+)
+def test_the_clip_acts_from_the_second_minibatch_on(decoder, config, grouped, make_batch, preset):
+    bound = {"clip_epsilon_high": 0.1} if preset == "cispo" else {}  # its own is a ratio of 5
+    config = config.model_copy(update={"loss": LossConfig(preset=preset, **bound)})
     one = config.model_copy(update={"minibatches": 1, "epochs": 1, "proximal": "recompute"})
     assert Learner(decoder, one, 10).update(make_batch(grouped), 0)["train/clip_fraction"] == 0
     two = config.model_copy(update={"minibatches": 2, "epochs": 1})

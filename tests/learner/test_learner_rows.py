@@ -82,7 +82,7 @@ def test_attention_that_cannot_act_here_is_refused_as_the_learner_is_made(decode
 
 
 def test_the_update_in_long_rows_holds_no_array_of_length_by_length(decoder, config):
-    """At 300 tokens, blocks of 128: in the optimised program of the gradient neither 300 × 300 nor 384 × 384."""
+    """At 300 tokens, blocks of 64: in the optimised program of the gradient neither 300 × 300 nor 320 × 320."""
 
     def text(attention):
         changes = {"row_length": 300, "micro_batch_rows": 1, "attention": attention}
@@ -91,4 +91,4 @@ def test_the_update_in_long_rows_holds_no_array_of_length_by_length(decoder, con
 
     assert "300,300]" in text("dense")
     by_blocks = text("auto")
-    assert "300,300]" not in by_blocks and "384,384]" not in by_blocks
+    assert "300,300]" not in by_blocks and "320,320]" not in by_blocks

@@ -17,17 +17,22 @@ from penstock.learner.optimizer import applier, initial_state
 from penstock.model.language import Decoder
 from penstock.model.language.attention_choice import attention_kernel
 from penstock.model.language.config import ModelConfig
+from penstock.model.language.lora import LoraConfig
 from penstock.overseer.estimate import (
     activation_bytes,
     attention_bytes,
+    base_bytes,
     bytes_text,
     estimate_memory,
     gradient_temporaries,
     kv_cache_bytes,
+    moving_bytes,
     optimizer_state_bytes,
     prefill_temporaries,
     step_temporaries,
+    trained_count,
 )
+from tests.adapted import adapted
 
 MODEL = ModelConfig(
     vocab_size=100, hidden_size=16, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -199,6 +204,32 @@ def test_the_gradient_takes_what_the_compiler_allots(shapes, remat, attention):
     estimate = estimate_memory(model, EngineConfig(), learner)
     held = estimate.parameters_bytes // 2 + 4 * model.parameter_count
     assert held + sum(gradient_temporaries(model, learner).values()) == pytest.approx(allotted, rel=CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [True, False])
+def test_the_gradient_of_an_adapter_takes_what_the_compiler_allots(shapes, remat):
+    model, decoder, sizes = shapes
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), decoder)
+    decoder = adapted(zeros, LoraConfig(rank=16))
+    model, batch = decoder.config, step.empty_micro_batch(sizes["row_length"], sizes["rows"])
+    learner = LearnerConfig(row_length=sizes["row_length"], micro_batch_rows=sizes["rows"], remat=remat)
+    run = step.policy_accumulator(learner.loss, step.ForwardOptions(remat, learner.head_tile_tokens), model.still)
+    so_far = jax.eval_shape(lambda parameters: step.zeros(parameters, model.still), decoder)
+    allotted = peak_bytes(run.lower(decoder, so_far, batch))
+    held = base_bytes(model) + moving_bytes(model) + 4 * trained_count(model, learner)
+    assert held + sum(gradient_temporaries(model, learner).values()) == pytest.approx(allotted, rel=0.2)
+
+
+def test_a_run_with_an_adapter_has_its_base_once():
+    model = MODEL.model_copy(update={"dtype": "bfloat16"}).with_lora(LoraConfig(rank=4), "model.lora")
+    adapter = 3 * 4 * ((16 + 16) + 2 * (16 + 8) + (16 + 16) + 3 * (16 + 48))
+    learner = LearnerConfig(kl={"coefficient": 0.1, "reference": "initial"})
+    found = estimate_memory(model, EngineConfig(), learner)
+    assert trained_count(model, learner) == adapter
+    assert found.parameters_bytes == 2 * HALF.parameter_count + 2 * 2 * adapter
+    assert found.engine_bytes == 2 * 2 * adapter and found.reference_bytes == 2 * adapter
+    assert (found.gradients_bytes, found.optimizer_bytes) == (6 * adapter, 12 * adapter)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])

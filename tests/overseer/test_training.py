@@ -14,6 +14,7 @@ from rich.console import Console
 
 from penstock.overseer import RunConfig, print_summary, train
 from penstock.overseer.config_loading import build_config
+from penstock.overseer.rerun.replay import replay_updates
 from penstock.overseer.run import Run
 from penstock.rundir import read_events, read_json_lines, read_metrics, read_status
 from penstock.types import ConfigError, MismatchError, NoProgressError, RunDirectoryError, RunFailed
@@ -437,3 +438,19 @@ def test_a_batch_maker_for_no_environment_and_a_place_that_cannot_be_used_are_ba
         ConfigError, match="replay.store.url: .*file cannot be used: .*name a place that can be written"
     ):
         train(tiny({"replay": {"store": {"url": str(tmp_path / "file")}}}), tmp_path / "other", quiet=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [{"attention": "blocks"}, {"attention": "blocks", "row_lengths": [48, 64]}])
+def test_cats_has_the_same_curve_by_blocks_as_dense(tmp_path: Path, rows: dict):
+    """Twenty updates at staleness zero, also in rows of two lengths; `penstock replay` makes one of them again."""
+    base = {"async": False, "steps": 20, "curriculum": {"eval_frequency": 0, "micro_eval_frequency": 0}}
+    found = {}
+    for name, changes in {"dense": {"attention": "dense"}, "other": rows}.items():
+        train(tiny(merged(base, {"learner": changes})), tmp_path / name, quiet=True)
+        lines = [row for row in read_metrics(tmp_path / name / "metrics.jsonl") if "train/loss" in row]
+        keys = ("train/loss", "train/grad_norm", "train/entropy", "train/reward_mean")
+        found[name] = np.array([[row.get(key, 0.0) for key in keys] for row in lines])
+    assert found["dense"].shape == (20, 4) and np.ptp(found["dense"][:, 1]) > 0.01
+    np.testing.assert_allclose(found["other"], found["dense"], atol=1e-4)
+    assert replay_updates(tmp_path / "other", 18, 20).exit_code == 0

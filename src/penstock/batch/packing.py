@@ -173,7 +173,7 @@ def unpack(
 
     Args:
         values: Row by row; rows may have different lengths.
-        placements: Of the sequences.
+        placements: Of the sequences, from `place`.
     """
     return [values[p.row][p.start : p.stop] for p in placements]
 

@@ -1,4 +1,4 @@
-"""Commands that make a policy or use one: train, eval, generate, serve."""
+"""Commands that make a policy or use one: train, eval, generate, serve, export."""
 
 import os
 import time
@@ -245,6 +245,31 @@ def serve(
     from penstock.inference import serve
 
     serve(str(checkpoint), config, announce=partial(print, flush=True))
+    return 0
+
+
+@commands.command(
+    short_help="Merge an adapter into its base.",
+    epilog="Example: penstock export runs/gsm8k-1/checkpoints/step-60 --out merged model.dtype=bfloat16",
+)
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="ADAPTER", help="A run's checkpoints/step-<n>, or a directory as peft saves it.")
+    ],
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="The directory to write; must not be there.")] = Path("merged"),
+) -> int:
+    """Write a Hugging Face directory whose model computes what an adapter and its base do, merged in float32.
+
+    model.dtype=bfloat16 rounds what is merged to bfloat16; without it it is written in float32. model.base=DIR says
+    where the base lies, if not where the adapter says.
+    """
+    from penstock.overseer.config_loading import apply_overrides, build_config
+    from penstock.overseer.language.export import ExportConfig, export
+
+    refuse_run_directory(checkpoint)
+    config = build_config(ExportConfig, apply_overrides({}, overrides or []))
+    print(export(checkpoint, out, config))
     return 0
 
 

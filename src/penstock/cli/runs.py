@@ -154,8 +154,8 @@ def why(
 ) -> int:
     """Say what each rollout did to an update: its gradient, and how much another the update were without it.
 
-    Sums by staleness, version, lesson and the advantage's sign; the ten that moved it most, with their text. What one
-    did is verified by penstock replay --drop. Nothing is written.
+    Sums by staleness, version, lesson and the advantage's sign; the ten that moved it most, and those that are unlike
+    the others, with their text. What one did is verified by penstock replay --drop. Nothing is written.
     """
     from penstock.overseer.rerun.why import explain_update
 

@@ -24,8 +24,9 @@ from penstock.inference.access import (
 from penstock.inference.config import ServeConfig, ServedEngineConfig, is_loopback
 from penstock.inference.engine import InferenceEngine
 from penstock.inference.server import create_app
-from penstock.model.language import Decoder, PolicyConfig, load_policy
-from penstock.model.language.config import Dtype
+from penstock.model.language import Decoder, load_policy
+from penstock.model.language.config import LoadingConfig
+from penstock.model.language.lora import is_adapter
 from penstock.text import Tokenizer
 from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFailed, WeightVersion
 
@@ -191,14 +192,15 @@ def serve(
     """
     ending = stop or threading.Event()
     path = model_directory(checkpoint)
-    tokenizer = Tokenizer.load(path, config.model.chat_template_kwargs)
-    decoder = load_policy(PolicyConfig(path=str(path), dtype=config.model.dtype), 0, tokenizer)
+    policy = config.model.policy(path)
+    tokenizer = Tokenizer.load(policy.tokenizer_path, policy.chat_template_kwargs)
+    decoder = load_policy(policy, 0, tokenizer)
     max_seq_len = min(config.engine.max_seq_len, decoder.config.max_position_embeddings)
     engine_config = ServedEngineConfig.model_validate(config.engine.model_dump() | {"max_seq_len": max_seq_len})
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, engine_config)
     name = config.model_name or Path(checkpoint).resolve().name
     access = AccessRules(config.token, config.host, config.max_body_bytes, config.max_waiting)
-    app = create_app(engine, tokenizer, name, access, partial(_same_policy, config.model.dtype, tokenizer))
+    app = create_app(engine, tokenizer, name, access, partial(_same_policy, config.model, tokenizer))
     server = HttpServer(app, config.host, config.port, config.stop_timeout_s, config.tls_cert, config.tls_key)
     with ExitStack() as closing:
         announce(f"compiling for {engine_config.max_slots} responses of at most {max_seq_len} tokens …")
@@ -208,9 +210,9 @@ def serve(
         _run_until(ending, engine, server, config, lambda: announce(_announcement(name, server.url, config)))
 
 
-def _same_policy(dtype: Dtype, tokenizer: Tokenizer, path: Path) -> Decoder:
+def _same_policy(config: LoadingConfig, tokenizer: Tokenizer, path: Path) -> Decoder:
     """The policy of another directory, in the dtype that is served."""
-    return load_policy(PolicyConfig(path=str(model_directory(str(path))), dtype=dtype), 0, tokenizer)
+    return load_policy(config.policy(model_directory(str(path))), 0, tokenizer)
 
 
 def _run_until(
@@ -231,16 +233,19 @@ def _run_until(
 
 
 def model_directory(checkpoint: str) -> Path:
-    """The Hugging Face directory of a checkpoint: itself, or ``model/`` inside a training checkpoint.
+    """The directory of a checkpoint's model or adapter: itself, or ``model/`` inside a training checkpoint.
 
     Raises:
         CheckpointError: there is none.
     """
     root = Path(checkpoint)
-    found = next((path for path in (root, root / "model") if (path / "config.json").is_file()), None)
+    places = (root, root / "model")
+    found = next((path for path in places if (path / "config.json").is_file() or is_adapter(path)), None)
     if found is None:
-        raise CheckpointError(f"{checkpoint!r} holds no config.json, nor does its model/: give a checkpoint directory")
-    if b'"penstock.control_policy"' in (found / "config.json").read_bytes():
+        raise CheckpointError(
+            f"{checkpoint!r} holds no config.json, nor does its model/: give a checkpoint directory, or an adapter's"
+        )
+    if not is_adapter(found) and b'"penstock.control_policy"' in (found / "config.json").read_bytes():
         raise CheckpointError(
             f"{checkpoint!r} holds a control policy, which acts in simulators: give a language policy's checkpoint, or "
             "a recipe with a fleet to penstock eval"

@@ -52,6 +52,7 @@ from penstock.model.arrays import joined_digests, lower_digests, named_leaves
 from penstock.model.language import Decoder, Layer, ModelConfig, Segments, grouped_attention, rotary_tables
 from penstock.model.language.attention import attention
 from penstock.model.language.attention_choice import AttentionKernel, attention_kernel, platform_named
+from penstock.model.language.decoder import stack_names
 from penstock.model.programs import LazyPrograms, Programs, choose_cache, compile_programs
 from penstock.types import CompiledProgram, ConfigError
 
@@ -140,9 +141,8 @@ class ServedWeights(eqx.Module):
 
     @classmethod
     def of(cls, decoder: Decoder) -> "ServedWeights":
-        """Unstacks the layers, once per weight version."""
-        layers, none = _unstack(decoder.layers, decoder.config.num_hidden_layers)
-        return cls(eqx.tree_at(lambda d: d.layers, decoder, none), layers)
+        """Unstacks the layers, once per weight version; those beside an adapter stay where they are."""
+        return cls(dataclasses.replace(decoder, layers=(), adapter=None), decoder.layers_apart())
 
     def scores(self, x: Float[Array, "slots hidden"]) -> Float32[Array, "slots vocab"]:
         """Logits from the last layer's residual stream, whole on every device, where each of them then samples."""
@@ -150,7 +150,7 @@ class ServedWeights(eqx.Module):
         return functools.reduce(lax.with_sharding_constraint, self.scores_via, logits)
 
     def digests(self) -> dict[str, str]:
-        """Of what lies here, by the names of the decoder's arrays: equal to `digests_of` the decoder that is served."""
+        """Of what lies here, by the names of the decoder's arrays: equal to `decoder_digests` of what is served."""
         return joined_digests([(0, named_leaves(self.ends)), *enumerate(map(self._named, self.layers))])
 
     def lower_digests(self) -> dict[str, Callable[[], Any]]:
@@ -162,21 +162,7 @@ class ServedWeights(eqx.Module):
 
     @staticmethod
     def _named(layer: Layer) -> dict[str, Array]:
-        return {f"layers.{name}": array for name, array in named_leaves(layer).items()}
-
-
-def _unstack(stacked: Layer, depth: int) -> tuple[tuple[Layer, ...], Layer]:
-    """The layers one by one, and a stack of none.
-
-    One small program, run for each layer: XLA would compile a copy of it for each in one program for all.
-    """
-    none = jax.tree.map(lambda array: jax.device_put(np.zeros((0, *array.shape[1:]), array.dtype)), stacked)
-    return tuple(_layer_of(stacked, np.int32(index)) for index in range(depth)), none
-
-
-@jax.jit
-def _layer_of(stacked: Layer, index: Int32[Array, ""]) -> Layer:
-    return jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, index, keepdims=False), stacked)
+        return stack_names(named_leaves(layer))
 
 
 class _Progress(NamedTuple):
@@ -361,8 +347,17 @@ class ModelSplit:
         """Of each array of a cache: (slot, kv head, position, head dim), split by heads."""
         return NamedSharding(self.mesh, PartitionSpec(None, MODEL_AXIS))
 
-    def serve(self, decoder: Decoder) -> ServedWeights:
-        """Puts each parameter, part by part, onto its devices; the decoder itself stays where it is."""
+    def serve(self, decoder: Decoder, held: ServedWeights | None = None) -> ServedWeights:
+        """Puts each parameter, part by part, onto its devices; the decoder itself stays where it is.
+
+        Args:
+            decoder: What is going to be served.
+            held: What is served now: beside an adapter the base is the same, and only the adapter is put there.
+        """
+        if decoder.adapter is not None and held is not None:
+            base = tuple(dataclasses.replace(layer, adapter=None) for layer in held.layers)
+            decoder = dataclasses.replace(held.ends, layers=base, adapter=self._place(decoder.adapter))
+            return dataclasses.replace(ServedWeights.of(decoder), scores_via=held.scores_via)
         weights = ServedWeights.of(self._place(decoder))
         by_token = NamedSharding(self.mesh, PartitionSpec(None, MODEL_AXIS if self.vocabulary else None))
         return dataclasses.replace(self._place(weights), scores_via=(by_token, self.whole))
@@ -423,7 +418,7 @@ class ModelRunner:
         self._split = ModelSplit.over(decoder.config, devices, config.section) if devices > 1 else None
         self._programs = ONE_DEVICE if self._split is None else split_programs(self._split)
         self._lazy: LazyPrograms | None = None
-        self.load(self.prepare(decoder))
+        self._weights = self._prepared(decoder, None)
         self._cache = self._programs.create(decoder.config, config.max_slots, self._windows[0])
 
     @property
@@ -433,7 +428,10 @@ class ModelRunner:
 
     def prepare(self, decoder: Decoder) -> ServedWeights:
         """Weights as the programs take them, on their devices; what is served stays as it is. For any thread."""
-        weights = ServedWeights.of(decoder) if self._split is None else self._split.serve(decoder)
+        return self._prepared(decoder, self._weights)
+
+    def _prepared(self, decoder: Decoder, held: ServedWeights | None) -> ServedWeights:
+        weights = ServedWeights.of(decoder) if self._split is None else self._split.serve(decoder, held)
         return jax.block_until_ready(weights)
 
     @property

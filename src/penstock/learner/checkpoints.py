@@ -129,7 +129,8 @@ def verify_checkpoint(path: Path) -> None:
     if not path.is_dir():
         raise CheckpointError(f"{path} is no directory: name a checkpoint, for example checkpoints/step-100")
     manifest = _read_json(path / "manifest.json")
-    absent = sorted({"state.json", "learner.safetensors", "model/config.json"} - manifest.keys())
+    model = "model/config.json" if "model/adapter_config.json" not in manifest else "model/adapter_model.safetensors"
+    absent = sorted({"state.json", "learner.safetensors", model} - manifest.keys())
     if absent:
         raise CheckpointError(f"{path} is damaged: its manifest does not name {', '.join(absent)}; {_REMEDY}")
     for name, expected in manifest.items():
@@ -349,7 +350,11 @@ class Checkpoint:
         from penstock.model.language import load_decoder
 
         try:
-            return load_decoder(self.path / "model", cast(Dtype, self.header["dtype"]))
+            return load_decoder(
+                self.path / "model",
+                cast(Dtype, self.header["dtype"]),
+                adapter_dtype=cast(Dtype | None, self.header.get("adapter_dtype")),
+            )
         except _UNREADABLE as error:
             raise _cannot_be_read(self.path, error) from error
 
@@ -452,6 +457,8 @@ def _checked_header(state: Mapping[str, Any]) -> dict[str, str]:
         dtype = state["dtype"]
         found = repr(dtype) if isinstance(dtype, str) else f"a {type(dtype).__name__}"
         raise ValueError(f"dtype in state.json is {found:.50}, not one of {', '.join(get_args(Dtype))}")
+    if state.get("adapter_dtype") in get_args(Dtype):
+        header["adapter_dtype"] = str(state["adapter_dtype"])
     return header
 
 

@@ -253,7 +253,7 @@ class OptimizerConfig(FrozenConfig, frozen=True):
         return not name.endswith(("norm", "bias")) and _OUTER.isdisjoint(name.split("."))
 
 
-STACKED = "layers."
+STACKED = ("layers.", "adapter.")
 """Arrays whose name begins so have the layer as their first axis (`ModelConfig.parameter_shapes`)."""
 
 _OUTER = frozenset(("embedding", "head", "heads", "value_head"))
@@ -427,8 +427,8 @@ class LearnerConfig(FrozenConfig, frozen=True):
             raise ValueError(f"row_lengths is {list(self.row_lengths)}: name each length once, the shortest first")
         if self.row_lengths and self.row_length != self.row_lengths[-1]:
             raise ValueError(
-                f"row_length is {self.row_length} and the longest of row_lengths {self.row_lengths[-1]}: leave one of "
-                "them out, or make them agree"
+                f"row_length is {self.row_length} and the longest of row_lengths {self.row_lengths[-1]}: set it "
+                f"to that, too, or leave one of them out"
             )
         if not self.has_critic:
             keys, why = (

@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array
 
 from penstock.learner import control_step as compiled
+from penstock.learner.config import OptimizerConfig
 from penstock.learner.control_config import PpoConfig, ReferenceKlConfig
 from penstock.learner.control_losses import LossTerms
 from penstock.learner.control_step import (
@@ -343,6 +344,11 @@ class ControlLearner:
             setattr(self, f"_{name}", int(rest.pop(name, np.array(0))))
         rest = self._reference.restore(rest, self._step, self._policy)
         self._state = from_named(self._state, rest, self._config.optimizer.frozen)
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """Of the optimiser."""
+        return self._config.optimizer
 
     def write_model(self, folder: Path, codec: None = None) -> dict[str, str]:
         """Writes the policy's folder, ``config.json`` and ``model.safetensors``; a control policy has no tokenizer."""

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float32
 
 from penstock.batch import RowShape
 from penstock.learner import step as compiled
-from penstock.learner.config import LearnerConfig, LossConfig
+from penstock.learner.config import LearnerConfig, LossConfig, OptimizerConfig
 from penstock.learner.critic import Critic, ValueHead, ValueTargets
 from penstock.learner.metrics import (
     StepOutcome,
@@ -35,10 +35,14 @@ from penstock.learner.metrics import (
 )
 from penstock.learner.optimizer import (
     AppliedUpdate,
+    OptimizerState,
     applier,
+    beside_base,
     from_named,
     initial_state,
+    join_frozen,
     learning_rate,
+    split_frozen,
     to_named,
 )
 from penstock.learner.reference import ReferenceWeights
@@ -57,8 +61,10 @@ from penstock.learner.step import (
 )
 from penstock.learner.warm_start import WarmStart
 from penstock.model.language import Decoder, named_arrays, save_decoder
+from penstock.model.language.adapter import base_digest
 from penstock.model.language.attention_choice import check_attention, platform_named
-from penstock.model.language.hugging_face import PolicyTokenizer
+from penstock.model.language.config import ADAPTER
+from penstock.model.language.hugging_face import PolicyTokenizer, save_adapter
 from penstock.model.programs import Programs, compile_programs
 from penstock.types import ConfigError, NonFiniteError, RLExample, TrainingBatch, WeightsError, fold, generator
 
@@ -91,7 +97,9 @@ class Learner:
         max_output_tokens: Mapping[str, int] | None = None,
     ) -> None:
         self._decoder = decoder
-        self._config = config
+        own = beside_base(config.optimizer, decoder.config)
+        self._config = config = config.model_copy(update={"optimizer": own})
+        self._base_digest = ""
         self._total_steps = total_steps
         self._seed = seed
         self._max_output_tokens = max_output_tokens or {}
@@ -122,6 +130,11 @@ class Learner:
     def step(self) -> int:
         """The version of the current parameters: how many updates are behind them."""
         return self._step
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """Of the optimiser; its `frozen` is all that does not train, the base of an adapter, too."""
+        return self._config.optimizer
 
     def named_arrays(self) -> dict[str, Array]:
         """The current parameters by name, as weights travel."""
@@ -154,7 +167,8 @@ class Learner:
         critic = self._critic.head
         so_far = jax.eval_shape(partial(self._zeros, critic=critic), self._decoder)
         scalar = np.float32(0)
-        applied = self._decoder, self._state, so_far.gradients, scalar, so_far.sums.loss
+        trained, _ = split_frozen(self.optimizer.frozen, self._decoder)
+        applied = trained, self._state, so_far.gradients, scalar, so_far.sums.loss
         accumulate = partial(self._accumulate.lower, self._decoder, so_far)
         lowered = {
             **self._of_shapes("gradient", lambda batch: partial(accumulate, batch, critic=critic)),
@@ -310,9 +324,7 @@ class Learner:
         plan = plan_update(examples, _SUPERVISED, self._config.row_shapes, self._step)
         (gradients, _), sums = self._gradients(warm_start.accumulate, plan.micro_batches)
         rate = warm_start.learning_rate()
-        self._decoder, warm_start.state, applied = warm_start.apply(
-            self._decoder, state, gradients, np.float32(rate), sums.loss
-        )
+        warm_start.state, applied = self._step_by(warm_start.apply, state, gradients, rate, sums.loss)
         outcome = StepOutcome(sums, jax.device_get(applied), 0.0, 0.0, 0, 0)
         self._count_skipped([outcome.applied])
         losses = {"train/tokens": float(sums.tokens), "train/loss": float(sums.loss)}
@@ -337,12 +349,25 @@ class Learner:
         self._state = from_named(self._state, rest, self._config.optimizer.frozen)
 
     def write_model(self, folder: Path, codec: PolicyTokenizer) -> dict[str, str]:
-        """Writes a Hugging Face directory with the tokenizer."""
-        save_decoder(self._decoder, folder, codec)
-        return {"policy": "language", "dtype": self._decoder.config.dtype}
+        """Writes a Hugging Face directory with the tokenizer; of a policy that is an adapter, one as PEFT has it."""
+        decoder, config = self._decoder, self._decoder.config
+        header = {"policy": "language", "dtype": config.dtype}
+        if config.lora is None:
+            save_decoder(decoder, folder, codec)
+            return header
+        save_adapter(decoder, folder, codec, self._known_base())
+        return header | {"adapter_dtype": str(config.lora.dtype)}
+
+    def _known_base(self) -> str:
+        """The digest of an adapter's base, which never changes; empty where there is none."""
+        if not self._base_digest and self._decoder.config.lora is not None:
+            arrays = self.named_arrays().items()
+            self._base_digest = base_digest({name: each for name, each in arrays if not name.startswith(ADAPTER)})
+        return self._base_digest
 
     def snapshot(self) -> LearnerSnapshot:
         """All that a checkpoint needs, as it is now."""
+        self._known_base()  # once, and not by every copy
         return LearnerSnapshot.of(self.state_arrays(), copy(self).write_model)
 
     def _check_batch(self, batch: TrainingBatch, version_step: int) -> None:
@@ -473,12 +498,19 @@ class Learner:
 
     def _applied(self, gradients: Any, of_critic: Any, rate: float, sums: LossSums) -> AppliedUpdate:
         """What the optimiser made of a step's gradients; parameters and states are new afterwards."""
-        self._decoder, self._state, applied = self._apply(
-            self._decoder, self._state, gradients, np.float32(rate), sums.loss
-        )
+        self._state, applied = self._step_by(self._apply, self._state, gradients, rate, sums.loss)
         applied = jax.device_get(applied)
         self._critic.step(of_critic, sums.loss if applied.finite else np.float32(np.nan), self._step, self._total_steps)
         return applied
+
+    def _step_by(
+        self, apply: Any, state: OptimizerState, gradients: Any, rate: float, loss: Any
+    ) -> tuple[OptimizerState, AppliedUpdate]:
+        """Replaces what trains; arrays that are frozen stay the very same, and are not copied either."""
+        trained, rest = split_frozen(self.optimizer.frozen, self._decoder)
+        trained, state, applied = apply(trained, state, gradients, np.float32(rate), loss)
+        self._decoder = join_frozen(trained, rest)
+        return state, applied
 
     def _planned(self, minibatch: Minibatch, left_out: Collection[str], step: int | None = None) -> UpdatePlan:
         """Micro-batches of an update's shapes, without those that need no forward pass; of this update or another."""

@@ -25,6 +25,7 @@ import optax.contrib
 from jaxtyping import Array, Bool, Float32, PyTree
 
 from penstock.learner.config import STACKED, OptimizerConfig
+from penstock.model.language.config import ADAPTER, ModelConfig
 from penstock.types import CheckpointError, ConfigError
 
 Tree = TypeVar("Tree")
@@ -286,6 +287,24 @@ def _changed_fraction(before: PyTree, after: PyTree, moves: PyTree) -> Float32[A
         if moving:
             changed, size = changed + jnp.sum(old != new, dtype=jnp.float32), size + old.size
     return changed / max(size, 1)
+
+
+def beside_base(config: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
+    """With all arrays frozen that never train: beside an adapter all but the adapter.
+
+    Raises:
+        ConfigError: `frozen` names some of them as if they did.
+    """
+    if not model.still:
+        return config
+    adapter = [name for name in model.parameter_shapes() if name.startswith(ADAPTER)]
+    idle = [pattern for pattern in config.frozen if not any(_matches(name, [pattern]) for name in adapter)]
+    if idle:
+        raise ConfigError(
+            f"learner.optimizer.frozen has {idle}, and beside an adapter all but the adapter stays as it is: name some "
+            f"of {', '.join(adapter)}, or leave it out"
+        )
+    return config.model_copy(update={"frozen": (*config.frozen, *model.still)})
 
 
 def split_frozen(frozen: Sequence[str], tree: Tree) -> tuple[Tree, Tree]:

@@ -2,7 +2,9 @@
 
 The weights that reinforcement learning begins with, an average of the policy's that begins there, or those of a
 directory. It is held by the learner alone, as another decoder of the policy's shape: the policy's compiled functions
-score with it. What is held is replaced, never changed, so that another thread may score with what it was given.
+score with it. Beside an adapter it is another adapter over the same base, whose arrays it shares: that of the
+beginning, which is the adapter off where it was drawn, since its B is 0. What is held is replaced, never changed, so
+that another thread may score with what it was given.
 
 A checkpoint keeps the weights, unless they are a directory's, so that a resumed run goes on bit for bit. The average of
 a bfloat16 policy is kept in float32: its steps are smaller than a bfloat16's last bit.
@@ -18,7 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from penstock.learner.loss_terms import KlConfig
+from penstock.learner.optimizer import join_frozen, split_frozen
 from penstock.model.language import Decoder, ModelConfig, load_decoder, named_arrays, with_named_arrays
+from penstock.model.language.config import read_shape
 from penstock.types import CheckpointError, ConfigError, WeightsError
 
 _PREFIX = "reference."
@@ -55,9 +59,7 @@ class ReferenceWeights:
         self._held: ReferenceVersion | None = None
         self._average: Decoder | None = None
         if config.directory is not None:
-            loaded = load_decoder(Path(config.directory), policy.config.dtype)
-            check_reference(config.directory, loaded.config, policy.config)
-            self._held = ReferenceVersion(0, with_named_arrays(policy, named_arrays(loaded)))
+            self._held = ReferenceVersion(0, _loaded(config.directory, policy))
 
     def current(self, policy: Decoder) -> ReferenceVersion:
         """What scores now; before the first update of a run that is its own reference, `policy`.
@@ -80,9 +82,9 @@ class ReferenceWeights:
         if held is None:
             return
         if config.reference == "ema":
-            average = _float32(held.decoder) if self._average is None else self._average
-            self._average = moved = _moved(config.ema_decay, average, policy)
-            self._held = ReferenceVersion(step, _as_dtype_of(policy, moved))
+            average = _float32(_trained(held.decoder)) if self._average is None else self._average
+            self._average = moved = _moved(config.ema_decay, average, _trained(policy))
+            self._held = ReferenceVersion(step, _beside_base(policy, moved))
         elif config.sync_every is not None and step % config.sync_every == 0:
             self._held = ReferenceVersion(step // config.sync_every, policy)
 
@@ -91,7 +93,7 @@ class ReferenceWeights:
         held = self._held
         if held is None or (self._config.directory is not None and held.version == 0):
             return {}
-        kept = held.decoder if self._average is None else self._average
+        kept = _trained(held.decoder) if self._average is None else self._average
         return {_PREFIX + name: np.asarray(array) for name, array in named_arrays(kept).items()}
 
     def restore(self, arrays: Mapping[str, np.ndarray], step: int, policy: Decoder) -> dict[str, np.ndarray]:
@@ -121,12 +123,12 @@ class ReferenceWeights:
 
     def _restored(self, kept: Mapping[str, np.ndarray], policy: Decoder) -> Decoder:
         try:
-            if self._config.reference != "ema":
-                shaped = {name: array.astype(policy.embedding.dtype) for name, array in kept.items()}
-                return with_named_arrays(policy, shaped)
+            trained = _trained(policy)
             exact = {name: array.astype(np.float32) for name, array in kept.items()}
-            self._average = with_named_arrays(jax.eval_shape(_float32, policy), exact)
-            return _as_dtype_of(policy, self._average)
+            average = with_named_arrays(jax.eval_shape(_float32, trained), exact)
+            if self._config.reference == "ema":
+                self._average = average
+            return _beside_base(policy, average)
         except WeightsError as error:
             raise CheckpointError(f"the checkpoint's reference does not fit: {error}") from error
 
@@ -142,7 +144,13 @@ def check_reference(directory: str, found: ModelConfig, policy: ModelConfig) -> 
     Raises:
         ConfigError: naming what differs.
     """
-    irrelevant = {"dtype", "other_keys", "max_position_embeddings"}
+    irrelevant = {"dtype", "other_keys", "max_position_embeddings", "base", "lora"}
+    if found.lora is not None:
+        if policy.lora is None:
+            raise ConfigError(
+                f"{_KEY} is {directory}: it is an adapter, and the policy has none; merge it by penstock export"
+            )
+        found.lora.checked(policy.lora, directory)
     theirs, ours = (each.model_dump(mode="json", exclude=irrelevant) for each in (found, policy))
     differing = [f"{name} is {theirs[name]}, the policy's {ours[name]}" for name in ours if theirs[name] != ours[name]]
     if differing:
@@ -151,13 +159,34 @@ def check_reference(directory: str, found: ModelConfig, policy: ModelConfig) -> 
         )
 
 
+def _loaded(directory: str, policy: Decoder) -> Decoder:
+    """A directory's weights in the policy's shape: beside the policy's own base, where they are an adapter of that.
+
+    A whole model that a policy with an adapter is compared with is a base of its own, with an adapter that is zero.
+    """
+    found, ours = read_shape(directory, policy.config.dtype), policy.config
+    check_reference(directory, found, ours)
+    loaded = load_decoder(Path(directory), ours.dtype, lora=ours.lora)
+    if loaded.config.base == ours.base and ours.lora is not None:
+        return _beside_base(policy, _trained(loaded))
+    return with_named_arrays(policy, named_arrays(loaded))
+
+
+def _trained(decoder: Decoder) -> Decoder:
+    """What trains; of an adapter's base nothing: policy and reference share it."""
+    return split_frozen(decoder.config.still, decoder)[0]
+
+
+def _beside_base(policy: Decoder, trained: Decoder) -> Decoder:
+    """A decoder of what trains in the policy's dtypes, and the policy's own arrays otherwise."""
+    own, rest = split_frozen(policy.config.still, policy)
+    likes, arrays = named_arrays(own), named_arrays(trained)
+    typed = {name: array.astype(likes[name].dtype) for name, array in arrays.items()}
+    return join_frozen(with_named_arrays(own, typed), rest)
+
+
 def _float32(decoder: Decoder) -> Decoder:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), decoder)
-
-
-def _as_dtype_of(policy: Decoder, average: Decoder) -> Decoder:
-    """In float32 the arrays themselves."""
-    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), average, policy)
 
 
 @partial(jax.jit, static_argnums=0)

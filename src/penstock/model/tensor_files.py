@@ -5,7 +5,6 @@ memory than the model; they are written shard by shard. Only safetensors is read
 could run code.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from penstock.model.json_files import read_json, write_json
 from penstock.types.errors import CheckpointError
 
 WEIGHTS_FILE = "model.safetensors"
@@ -98,11 +98,6 @@ def _write(tensors: Mapping[str, np.ndarray], path: Path) -> None:
     save_file({name: np.ascontiguousarray(each) for name, each in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def write_json(content: Mapping[str, Any], path: Path) -> None:
-    """A JSON object, indented and with its keys in order."""
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
 def _files(directory: Path) -> dict[Path, set[str] | None]:
     """Each file to open, with the tensors to take from it (None: all)."""
     if (directory / WEIGHTS_FILE).is_file():
@@ -121,20 +116,3 @@ def _files(directory: Path) -> dict[Path, set[str] | None]:
             raise CheckpointError(f"{directory / INDEX_FILE} names {shard!r}, which is not a file beside it")
         files[directory / shard] = {name for name, file in weight_map.items() if file == shard}
     return files
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        CheckpointError: the file is missing, or holds something else.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object")
-    return content

@@ -21,7 +21,7 @@ from penstock.inference import EngineConfig, GenerationRequest, InferenceEngine
 from penstock.inference.http_server import model_directory
 from penstock.learner import Learner, LearnerConfig
 from penstock.learner.parity import Parity, ParityMonitor, differences_of, example_of
-from penstock.model.language import Decoder, InitConfig, ModelConfig, PolicyConfig, load_policy
+from penstock.model.language import Decoder, InitConfig, ModelConfig, load_policy
 from penstock.model.programs import compile_programs
 from penstock.overseer.doctor import Check, DoctorConfig, free_memory_bytes
 from penstock.overseer.estimate import bytes_text, estimate_memory, model_shape
@@ -113,12 +113,12 @@ def examine_checkpoint(checkpoint: Path, config: DoctorConfig) -> list[Check]:
     """
     directory = model_directory(str(checkpoint))
     free_bytes = _free_bytes()
-    policy = PolicyConfig(path=str(directory), dtype=config.model.dtype)
+    policy = config.model.policy(directory)
     shape = model_shape(policy)
     length = min(config.inference.max_seq_len, shape.max_position_embeddings)
     settings = config.inference.model_copy(update={"max_seq_len": length})
     estimated = estimate_memory(shape, settings, config.learner, jax.default_backend() == "cpu").total_bytes
-    tokenizer = Tokenizer.load(directory, config.model.chat_template_kwargs)
+    tokenizer = Tokenizer.load(policy.tokenizer_path, policy.chat_template_kwargs)
     started = time.perf_counter()
     decoder = load_policy(policy, 0, tokenizer)
     loaded = _loaded(shape, time.perf_counter() - started)

@@ -6,35 +6,39 @@ length T in a micro-batch (N = R T tokens), and c bytes of what is computed with
 bfloat16 in float32):
 
 - *learner's parameters* 2 P b: the present and the next version (never donated: engines read them); 3 P b where an
-  update takes several optimiser steps, with what lies between the two;
-- *reference* P b, of a KL; P (b + 4) where a bfloat16 one follows by an average, which is float32;
+  update takes several optimiser steps, with what lies between the two; beside an adapter of A parameters P b + 2 A b;
+- *reference* P b, of a KL; P (b + 4) where a bfloat16 one follows by an average, which is float32; A for P beside an
+  adapter, unless it is a directory's;
 - *engine's parameters* 2 P b: its own, unstacked, and the next version's during a swap; what an engine over several
-  devices holds are copies throughout, 3 P b with those that are put there;
+  devices holds are copies throughout, 3 P b with those that are put there; beside an adapter 2 A b, since it reads the
+  learner's base (over several devices P b more);
 - *gradients* 4 P, accumulated in float32, and P b for the micro-batch being added;
 - *optimiser*: AdamW's moments in float32, 8 P; Muon's momentum 4 P_m, with AdamW's 8 (P − P_m) of all but the P_m
   parameters in matrices of layers; Adafactor's rows and columns of each matrix. And 4 P more for the float32 master
-  of a bfloat16 model;
+  of a bfloat16 model. Of an adapter A for P, and its own dtype, as of its gradients;
 - *KV cache* 2 · 2 L s S v b: the cache, and its copy while it grows or a prompt's samples fork from it;
 - *attention*, dense, R H T² (8 + c): scores and their gradient in float32, weights in the dtype of the products; by any
   other kernel 8 N (q + v) c, half as much again without `remat`; and of the largest prefill, r prompts of length t,
   8 r t i and dense H r t² (4 + c), else 6 r t (q + v) b;
+- *adapter's products*, of outputs w in all: 8 N w, 6 N w where bfloat16 is computed in float32;
 - *activations* of one micro-batch: L N h b between layers and N (4 h + 3 q + 4 v + 4 i) c inside one with `remat`;
   without, L N (2 h + 2 q + 2 v + 2 i) b that are kept, and N (h + 2 i) c, or twice the former inside where c is not b;
 - *vocabulary*: the output head takes 8 V h + 12 V · tile and what is kept, before the layers' backward pass; what that
   exceeds gradient, attention and activations by, and 6 · 4 V s of a decode step;
-- *float32 copies*, on CPUs of a bfloat16 model: 4 P + 8 V h in the learner; of head and cache in the engine;
-- *snapshot*: P b of an older version, and copies on the host of the optimiser's state and the reference, where a
+- *float32 copies*, on CPUs of a bfloat16 model: 4 P + 8 V h in the learner, none beside an adapter; of head and cache
+  in the engine;
+- *snapshot*: P b (A b) of an older version, and copies on the host of the optimiser's state and the reference, where a
   checkpoint is written while training goes on;
 - *optimiser step*: what its temporaries exceed those of the gradient by: 10 P (7.6 P with a master), of Muon's matrices
   6 P_m (13 P_m), of Adafactor 4 P (10.6 P).
 
-Each program's part is within 15% of what XLA's compiler allots (`memory_analysis`; a bfloat16 prefill within 20%),
+Each program's part is within 15% of what XLA's compiler allots (`memory_analysis`; a bfloat16 prefill, and the gradient
+of an adapter, within 20%),
 tested on CPUs, and for the gradient against programs compiled for a GPU. Of all devices together: what an engine is
 split over holds an equal part of its parameters and cache each. The process itself (Python, JAX, compiled programs)
 adds `PROCESS_BYTES`.
 """
 
-import json
 import math
 import os
 from dataclasses import dataclass, fields
@@ -45,8 +49,8 @@ from penstock.batch.packing import RowShape
 from penstock.inference.config import EngineConfig
 from penstock.learner.config import STACKED, LearnerConfig, OptimizerConfig
 from penstock.model.language.attention_choice import AttentionKernel, attention_kernel
-from penstock.model.language.config import ModelConfig, PolicyConfig
-from penstock.types import ConfigError
+from penstock.model.language.config import ADAPTER, ModelConfig, PolicyConfig, read_shape
+from penstock.types import CheckpointError, ConfigError
 
 PROCESS_BYTES = 700 * 2**20
 """Measured after start-up of a CPU run with a tiny model."""
@@ -104,15 +108,13 @@ def model_shape(policy: PolicyConfig) -> ModelConfig:
         from penstock.text import Tokenizer
 
         return policy.init.model(Tokenizer.load(policy.tokenizer_path).vocab_size, policy.dtype)
-    path = Path(str(policy.directory)) / "config.json"
     try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        return read_shape(str(policy.directory), policy.dtype, policy.base, policy.lora)
+    except CheckpointError as error:
         raise ConfigError(
-            f"{policy.source_key} is {policy.initial_checkpoint or policy.path}: {path} cannot be read ({error}): give "
-            "a Hugging Face model directory, or a run's checkpoint as model.initial_checkpoint"
+            f"{policy.source_key} is {policy.initial_checkpoint or policy.path}: {error}: give a Hugging Face model "
+            "directory, or a run's checkpoint as model.initial_checkpoint"
         ) from error
-    return ModelConfig.from_hugging_face(content, policy.dtype)
 
 
 def computes_on_cpu() -> bool:
@@ -132,18 +134,18 @@ def estimate_memory(
         on_cpu: Where XLA computes bfloat16 in float32.
         snapshots: Whether checkpoints are written while training goes on.
     """
-    count, width = model.parameter_count, _DTYPE_BYTES[model.dtype]
-    trained = trained_count(model, learner)
+    width = _DTYPE_BYTES[model.dtype]
+    trained, own = trained_count(model, learner), _DTYPE_BYTES[_trained_dtype(model)]
     cache = kv_cache_bytes(model, engine.max_slots, engine.max_seq_len)
     upcast = on_cpu and width < 4
     gradient = gradient_temporaries(model, learner, on_cpu)
     reference = reference_bytes(model, learner)
-    optimizer = optimizer_state_bytes(model, learner) + trained * (0 if width == 4 else 4)
+    optimizer = optimizer_state_bytes(model, learner) + trained * (0 if own == 4 else 4)
     return MemoryEstimate(
-        parameters_bytes=(2 if learner.optimizer_steps == 1 else 3) * count * width,
+        parameters_bytes=base_bytes(model) + (2 if learner.optimizer_steps == 1 else 3) * moving_bytes(model),
         reference_bytes=reference,
-        engine_bytes=(2 if engine.model_parallel == 1 else 3) * count * width,
-        gradients_bytes=trained * (4 + width),
+        engine_bytes=_engine_bytes(model, engine),
+        gradients_bytes=trained * (4 + own),
         optimizer_bytes=optimizer,
         kv_cache_bytes=2 * cache,
         attention_bytes=gradient["attention"] + _largest_prefill(model, engine, on_cpu),
@@ -152,16 +154,55 @@ def estimate_memory(
         copies_bytes=gradient["copies"]
         + (4 * model.vocab_size * model.hidden_size + 4 // width * cache if upcast else 0),
         step_bytes=max(0, step_temporaries(model, learner) - sum(gradient.values())),
-        snapshot_bytes=count * width + optimizer + reference if snapshots else 0,
+        snapshot_bytes=moving_bytes(model) + optimizer + reference if snapshots else 0,
     )
 
 
 def reference_bytes(model: ModelConfig, learner: LearnerConfig) -> int:
     """Of a KL's reference, and of the float32 average that a bfloat16 one follows by."""
-    width, reference = _DTYPE_BYTES[model.dtype], learner.kl.reference
+    reference, moving = learner.kl.reference, moving_bytes(model)
     if reference is None:
         return 0
-    return model.parameter_count * (width + (4 if reference == "ema" and width < 4 else 0))
+    if learner.kl.directory is not None:
+        return base_bytes(model) + moving
+    average = reference == "ema" and _trained_dtype(model) == "bfloat16"
+    return 3 * moving if average else moving
+
+
+def _adapter_count(model: ModelConfig) -> int:
+    shapes = model.parameter_shapes().items()
+    return sum(math.prod(shape) for name, shape in shapes if name.startswith(ADAPTER))
+
+
+def _trained_dtype(model: ModelConfig) -> str:
+    return model.dtype if model.lora is None else model.lora.dtype or model.dtype
+
+
+def base_bytes(model: ModelConfig) -> int:
+    """Of the parameters that every version shares: all but an adapter's; none where there is no adapter."""
+    return (model.parameter_count - _adapter_count(model)) * _DTYPE_BYTES[model.dtype] if model.lora is not None else 0
+
+
+def moving_bytes(model: ModelConfig) -> int:
+    """Of the parameters that each version has of its own."""
+    count = model.parameter_count if model.lora is None else _adapter_count(model)
+    return count * _DTYPE_BYTES[_trained_dtype(model)]
+
+
+def _engine_bytes(model: ModelConfig, engine: EngineConfig) -> int:
+    several = engine.model_parallel != 1
+    if model.lora is None:
+        return (3 if several else 2) * moving_bytes(model)
+    return 2 * moving_bytes(model) + (base_bytes(model) if several else 0)
+
+
+def _adapter_activations(model: ModelConfig, tokens: int, upcast: bool) -> int:
+    """What an adapter adds to the products of one layer, float32, and its gradient; measured where bfloat16 is not."""
+    if model.lora is None:
+        return 0
+    shapes = model.parameter_shapes()
+    added = sum(shapes[f"{ADAPTER}{name}.b"][-1] for name in model.lora.matrices)
+    return (6 if upcast else 8) * tokens * added
 
 
 def trained_count(model: ModelConfig, learner: LearnerConfig) -> int:
@@ -170,7 +211,7 @@ def trained_count(model: ModelConfig, learner: LearnerConfig) -> int:
 
 
 def _trained_shapes(model: ModelConfig, learner: LearnerConfig) -> dict[str, tuple[int, ...]]:
-    frozen, shapes = learner.optimizer.frozen, model.parameter_shapes().items()
+    frozen, shapes = (*learner.optimizer.frozen, *model.still), model.parameter_shapes().items()
     return {name: shape for name, shape in shapes if not any(fnmatchcase(name, each) for each in frozen)}
 
 
@@ -199,12 +240,14 @@ def _temporaries_of(shape: RowShape, model: ModelConfig, learner: LearnerConfig,
     (length, rows), count = shape, model.parameter_count
     platform = "cpu" if on_cpu else "gpu"
     kernel = attention_kernel(learner.attention, platform, length, model.dtype, model.shortest_window)
-    head = 8 * model.vocab_size * model.hidden_size
+    apart, upcast = model.lora is not None, on_cpu and model.dtype == "bfloat16"
+    head = (4 if apart else 8) * model.vocab_size * model.hidden_size  # a base's has no gradient
     layers = {
-        "gradient": trained_count(model, learner) * _DTYPE_BYTES[model.dtype],
+        "gradient": trained_count(model, learner) * _DTYPE_BYTES[_trained_dtype(model)],
         "attention": attention_bytes(model, shape, kernel, learner.remat, on_cpu),
-        "activations": activation_bytes(model, rows, length, learner.remat, on_cpu),
-        "copies": 4 * count + head if on_cpu and model.dtype == "bfloat16" else 0,
+        "activations": activation_bytes(model, rows, length, learner.remat, on_cpu)
+        + _adapter_activations(model, rows * length, upcast),
+        "copies": 4 * count + head if upcast and not apart else 0,
     }
     tile = 12 * model.vocab_size * min(learner.head_tile_tokens, rows * length)
     scoring = head + tile + _kept_bytes(model, rows * length, learner.remat)
@@ -213,7 +256,7 @@ def _temporaries_of(shape: RowShape, model: ModelConfig, learner: LearnerConfig,
 
 def step_temporaries(model: ModelConfig, learner: LearnerConfig) -> int:
     """Bytes that the optimiser step takes beside its arguments, the new parameters of a bfloat16 model included."""
-    optimizer, wide = learner.optimizer, model.dtype == "float32"
+    optimizer, wide = learner.optimizer, _trained_dtype(model) == "float32"
     per_parameter = (4.0 if wide else 10.6) if optimizer.name == "adafactor" else (10.0 if wide else 7.6)
     of_matrix = 6.0 if wide else 13.0
     sizes = [

@@ -12,7 +12,16 @@ from penstock.learner.loss_terms import KlConfig
 from penstock.model.language.attention_choice import attention_kernel, check_attention
 from penstock.model.language.config import ModelConfig
 from penstock.overseer.config import RunConfig, rollout_workers
-from penstock.overseer.estimate import MemoryEstimate, bytes_text, computes_on_cpu, estimate_memory, model_shape
+from penstock.overseer.estimate import (
+    MemoryEstimate,
+    base_bytes,
+    bytes_text,
+    computes_on_cpu,
+    estimate_memory,
+    model_shape,
+    moving_bytes,
+    trained_count,
+)
 from penstock.rundir.yaml_documents import dump_yaml
 
 if TYPE_CHECKING:
@@ -38,6 +47,7 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
     comments = [
         f"Model: {model.model_type}, {model.parameter_count:,} parameters, {model.dtype}, "
         f"vocabulary {model.vocab_size:,}",
+        *_adapter_lines(model, config),
         "",
         "Memory, estimated:",
         *_memory_lines(memory),
@@ -46,6 +56,17 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
         *_component_lines(config, _rows(config.learner, model, on_cpu)),
     ]
     return dump_yaml(config.dump()) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments)
+
+
+def _adapter_lines(model: ModelConfig, config: RunConfig) -> list[str]:
+    if model.lora is None:
+        return []
+    count, share = trained_count(model, config.learner), moving_bytes(model) / (base_bytes(model) or 1)
+    return [
+        f"Adapter: rank {model.lora.rank} on {', '.join(model.lora.targets)}; {count:,} parameters train, in "
+        f"{model.lora.dtype}, and {bytes_text(moving_bytes(model))} travel for a version: {share:.1%} of the base, "
+        f"which stays in {model.base}",
+    ]
 
 
 def _memory_lines(memory: MemoryEstimate) -> list[str]:

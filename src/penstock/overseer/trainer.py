@@ -324,7 +324,7 @@ class LearnerComponent(ThreadedComponent[Any]):
     def _travelling(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         if self.shared is not None:
             return arrays
-        return trained_arrays(arrays, self.config.learner.optimizer.frozen)
+        return trained_arrays(arrays, self.learner.optimizer.frozen)
 
     def publish_anew(self) -> None:
         """Offers the learner's present version again, with other weights than before."""

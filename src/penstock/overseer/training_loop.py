@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from penstock.learner.checkpoints import SavedLearner
+from penstock.learner.config import OptimizerConfig
 from penstock.learner.snapshot import LearnerSnapshot
 from penstock.types import BatchSource, NoProgressError, Stopped, TrainingBatch, WeightVersion
 
@@ -43,6 +44,11 @@ class UpdatingLearner(SavedLearner, Protocol):
     @property
     def step(self) -> int:
         """The version of the current parameters."""
+        ...
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """Of the optimiser; arrays that are its `frozen` never change."""
         ...
 
     def update(self, batch: TrainingBatch[Any], version_step: int) -> Mapping[str, float]:

@@ -10,7 +10,7 @@ import pytest
 from penstock.model.language import Segments
 from penstock.model.language.attention import attention, splash_attention, triton_attention
 from penstock.model.language.attention_choice import attention_kernel, check_attention
-from penstock.model.language.block_attention import block_attention, first_blocks
+from penstock.model.language.block_attention import BLOCK, block_attention, first_blocks
 from penstock.types import ConfigError
 
 LENGTH = 150
@@ -130,7 +130,8 @@ def test_only_dense_makes_an_array_of_length_by_length():
     square = f"{LENGTH},{LENGTH}]"
     assert square in text("dense")
     blocks = text("blocks")
-    assert square not in blocks and "256,256]" not in blocks
+    padded = LENGTH + -LENGTH % BLOCK
+    assert square not in blocks and f"{padded},{padded}]" not in blocks
 
 
 def test_segments_of_ids():

@@ -9,13 +9,58 @@ import pytest
 from rich.console import Console
 
 from penstock import cli
+from penstock.learner.influence import RolloutInfluence
 from penstock.overseer.rerun.replay import UpdateWalk
 from penstock.overseer.rerun.stored_run import StoredRun
-from penstock.overseer.rerun.why import WhyReport, explain_update
+from penstock.overseer.rerun.why import ExplainedRollout, WhyReport, explain_update, unusual_of
 from penstock.types import ConfigError
 from tests.overseer.rerun.test_replay import contents, signalled
 
-pytestmark = pytest.mark.slow
+needs_runs = pytest.mark.slow
+
+
+def rollout(name: str, moved: float = 0.1, staleness: int = 0, advantage: float = 1.0, drift=0.0, surprise=2.0):
+    """One of an update, as ordinary as the others but for what is said."""
+    influence = RolloutInfluence(name, 1.0, 1.0, moved, moved)
+    return ExplainedRollout(
+        influence, "cats", 9 - staleness, staleness, advantage, 4, drift, surprise, 1.0, "who?", "cat"
+    )
+
+
+def ordinary(count: int) -> list[ExplainedRollout]:
+    """Spread evenly: drift within ±0.1, surprise from 1 to 3, every second one with a negative advantage."""
+    spread = np.linspace(-1, 1, count)
+    return [
+        rollout(f"o-{i}", staleness=i % 2, advantage=1 - 2 * (i % 2), drift=0.1 * x, surprise=2 + x)
+        for i, x in enumerate(spread)
+    ]
+
+
+def test_what_is_unlike_the_others_is_found_whatever_it_moved():
+    planted = [rollout("old", 0.001, staleness=8), rollout("off", drift=-0.5), rollout("odd", surprise=9.0)]
+    found = unusual_of([*ordinary(61), *planted])
+    assert [(one.rollout_id, one.trait) for one in found[:3]] == [
+        ("old", "staleness"), ("off", "drift"), ("odd", "surprise")
+    ]  # fmt: skip
+    assert found[0].usual == 0 and found[0].value == 8 and found[0].deviations == pytest.approx(8)
+    # drift of 64: the median distance from the median is 0.0500 (of 61 evenly spread) or next to it
+    assert found[1].deviations == pytest.approx(0.5 / (1.4826 * 0.05), rel=0.05)
+
+
+def test_what_moved_nothing_or_was_not_rewarded_or_is_usual_is_not_told():
+    planted = [rollout("idle", 0.0, staleness=8, drift=2.0), rollout("wrong", advantage=-1.0, surprise=9.0)]
+    found = {one.rollout_id for one in unusual_of([*ordinary(61), *planted])}
+    assert not found & {"idle", "wrong"}
+    assert unusual_of([rollout(f"o-{i}", drift=0.04 * (i % 2)) for i in range(9)]) == ()
+    assert unusual_of([]) == ()
+
+
+def test_traits_take_turns_and_ten_are_told():
+    many = [rollout(f"drifted-{i}", drift=3.0 + i) for i in range(20)]
+    odd = [rollout(f"odd-{i}", surprise=20.0 + i) for i in range(4)]
+    found = [one.rollout_id for one in unusual_of([*ordinary(81), *many, *odd, rollout("old", staleness=5)])]
+    assert found == ["old", "drifted-19", "odd-3", "drifted-18", "odd-2", "drifted-17", "odd-1", "drifted-16",
+                     "odd-0", "drifted-15"]  # fmt: skip
 
 
 def parameters(run_dir: Path, step: int, drop: tuple[str, ...] = ()) -> np.ndarray:
@@ -32,6 +77,7 @@ def report(runs: Path) -> WhyReport:
     return explain_update(runs / "sync", signalled(runs / "sync"))
 
 
+@needs_runs
 @pytest.mark.parametrize("name", ["sync", "overlong"])
 def test_what_each_rollout_did_is_what_a_replay_without_it_lacks(runs: Path, name: str):
     run_dir = runs / name
@@ -47,6 +93,7 @@ def test_what_each_rollout_did_is_what_a_replay_without_it_lacks(runs: Path, nam
         )
 
 
+@needs_runs
 def test_the_sums_are_of_all_and_have_their_signs(runs: Path, report: WhyReport):
     stored = StoredRun(runs / "sync").updates(report.step - 1, report.step, report.step)[0]
     assert len(report.rollouts) == len(stored.stored.rollout_ids) == 9
@@ -64,6 +111,7 @@ def test_the_sums_are_of_all_and_have_their_signs(runs: Path, report: WhyReport)
     assert all(one.gradient_norm == one.moved == one.inner_product == 0 for one in idle)
 
 
+@needs_runs
 def test_the_command_shows_the_text_and_writes_nothing(runs: Path, capsys):
     run_dir = runs / "several"
     step, before = signalled(run_dir), contents(run_dir)
@@ -78,9 +126,13 @@ def test_the_command_shows_the_text_and_writes_nothing(runs: Path, capsys):
     assert f"what moved update {step} (18 rollouts)" in shown
     for place, rollout in enumerate(report.rollouts[:10], 1):
         assert f"{place:2}. {rollout.influence.rollout_id}  moved {rollout.influence.moved:.1%}" in shown
-    assert report.rollouts[10].influence.rollout_id not in shown
+    most, _, unlike = shown.partition("unlike the others")
+    assert report.rollouts[10].influence.rollout_id not in most
+    assert [one["rollout_id"] for one in found["unusual"]] == [one.rollout_id for one in report.unusual]
+    assert all(one.rollout_id in unlike for one in report.unusual)
 
 
+@needs_runs
 def test_a_control_run_is_refused(runs: Path):
     with pytest.raises(ConfigError, match="trains a control policy: rollouts of language policies alone are explained"):
         explain_update(runs / "control", 3)

@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 
 from penstock.model.control.config import ControlModelConfig
 from penstock.model.control.policy import ControlPolicy, make_control_policy, named_arrays, with_named_arrays
-from penstock.model.tensor_files import WEIGHTS_FILE, open_tensors, read_json
+from penstock.model.json_files import read_json
+from penstock.model.tensor_files import WEIGHTS_FILE, open_tensors
 from penstock.types import CheckpointError, ConfigError, SchemaVersionError, Spaces, WeightsError
 
 CONTROL_SCHEMA_VERSION = 1

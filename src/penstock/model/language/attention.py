@@ -84,10 +84,10 @@ def attention(
 
     Args:
         query: As `Layer.project` returns it; consecutive heads share a key head.
-        key: Likewise.
-        value: Likewise.
-        segments: Of the rows.
-        kernel: What computes it.
+        key: In the layout of `query`, with as many heads as keys have.
+        value: In the layout of `key`.
+        segments: Where the sequences of the rows lie.
+        kernel: What computes it, from `attention_kernel`.
         window: So many keys at most, the query's own among them; None: all.
 
     Returns:

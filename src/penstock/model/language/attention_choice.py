@@ -36,10 +36,10 @@ def attention_kernel(
     multiply with fewer bits, and where a kernel has no window; else ``pallas``.
 
     Args:
-        choice: As configured.
+        choice: What ``learner.attention`` says.
         platform: What the program is compiled for.
         length: Tokens of a row.
-        dtype: The model's.
+        dtype: The model's, ``float32`` or ``bfloat16``.
         window: Keys that a query sees at most; None: all.
     """
     if choice == "auto":
@@ -58,13 +58,13 @@ def check_attention(
     """Refuses a choice that cannot act.
 
     Args:
-        choice: As configured.
+        choice: What ``learner.attention`` says.
         platform: What programs are compiled for.
         model: Its dtype and shape.
         capability: The GPU's compute capability (9.0 of an H100), where it is known.
 
     Raises:
-        ConfigError: with the reason.
+        ConfigError: naming the reason and what to take instead.
     """
     reason = None
     if choice in ("pallas", "cudnn") and model.dtype == "float32":

@@ -10,11 +10,14 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
+from penstock.model.json_files import read_json
 from penstock.model.language.config_file import REPLACED_KEYS, read_config, write_config
+from penstock.model.language.lora import CONFIG_FILE, LoraConfig, base_directory, is_adapter, read_adapter_config
 from penstock.types.errors import ConfigError
 
 ModelType = Literal["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text"]
@@ -89,6 +92,9 @@ Scaling = Annotated[
 ]
 """How rotary wavelengths are stretched."""
 
+ADAPTER = "adapter."
+"""What the names of an adapter's arrays begin with."""
+
 
 class ModelConfig(_Frozen):
     """The shape of a decoder, under the field's own names (those of `config.json`).
@@ -113,6 +119,8 @@ class ModelConfig(_Frozen):
         rope_local_theta: Base of the rotary wavelengths, unscaled, in layers with a window; None: as in the others.
         query_pre_attn_scalar: Scores are divided by its square root; None: by that of the head's width.
         dtype: Of parameters and activations; norms, softmax and logits are computed in float32.
+        lora: The adapter beside a frozen model; None: there is none.
+        base: Path of that model's directory; empty where there is no adapter.
         other_keys: What else the `config.json` that it was read from holds, as JSON; written back when it is saved.
     """
 
@@ -134,6 +142,8 @@ class ModelConfig(_Frozen):
     rope_local_theta: float | None = Field(default=None, gt=0)
     query_pre_attn_scalar: float | None = Field(default=None, gt=0)
     dtype: Dtype = "float32"
+    lora: LoraConfig | None = None
+    base: str = Field(default="", repr=False)
     other_keys: str = Field(default="{}", repr=False)
 
     @model_validator(mode="after")
@@ -190,7 +200,8 @@ class ModelConfig(_Frozen):
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every parameter, by the name under which weights travel; ``layers.`` are stacked.
 
-        This table is the one place that says what a decoder consists of; matrices are [in, out].
+        This table is the one place that says what a decoder consists of; matrices are [in, out]. Beside an adapter
+        the layers lie one by one (``layers.0.query``), and do not travel; here and in digests they are a stack.
         """
         depth, hidden, wide = self.num_hidden_layers, self.hidden_size, self.intermediate_size
         queries, keys = self.query_size, self.key_value_size
@@ -216,7 +227,46 @@ class ModelConfig(_Frozen):
             **{f"layers.{name}": (depth, *shape) for name, shape in layer.items()},
             "final_norm": (hidden,),
             **({} if self.tie_word_embeddings else {"head": (self.vocab_size, hidden)}),
+            **self.adapter_shapes({name: shape for name, shape in layer.items() if len(shape) == 2}),
         }
+
+    def adapter_shapes(self, matrices: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The shape of every array of the adapter, stacked; none where there is no adapter.
+
+        Args:
+            matrices: (in, out) of a layer's matrices, by their names in a `Layer`.
+        """
+        if self.lora is None:
+            return {}
+        depth, rank = self.num_hidden_layers, self.lora.rank
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in self.lora.matrices:
+            inputs, outputs = matrices[name]
+            shapes |= {f"{ADAPTER}{name}.a": (depth, inputs, rank), f"{ADAPTER}{name}.b": (depth, rank, outputs)}
+        return shapes
+
+    @property
+    def still(self) -> tuple[str, ...]:
+        """Patterns of the names of arrays that never train: all but the adapter's, where there is one."""
+        if self.lora is None:
+            return ()
+        outer = (name for name in self.parameter_shapes() if not name.startswith(("layers.", ADAPTER)))
+        return (*outer, "layers.*")
+
+    def with_lora(self, lora: LoraConfig, source: str, base: str = "") -> "ModelConfig":
+        """The same model with an adapter.
+
+        Args:
+            lora: The shape of the adapter.
+            source: Where it is asked for, for errors.
+            base: Path of this model's directory.
+
+        Raises:
+            ConfigError: a matrix is smaller than the rank.
+        """
+        shapes = self.model_copy(update={"lora": None}).parameter_shapes()
+        lora.check_fits({name: shapes[f"layers.{name}"] for name in lora.matrices}, source)
+        return self.model_copy(update={"lora": lora.in_dtype(self.dtype), "base": base})
 
     @property
     def parameter_count(self) -> int:
@@ -330,12 +380,24 @@ class LoadingConfig(_Frozen):
 
     Attributes:
         dtype: Of parameters and activations, whatever a checkpoint was saved as.
+        base: Directory of the model that an adapter was trained beside, where it does not lie where the adapter's
+            ``adapter_config.json`` says; only of an adapter.
         chat_template_kwargs: What the chat template is given for every conversation, such as
             ``{enable_thinking: false}``; an environment's own, and those of a request, go before them.
     """
 
     dtype: Dtype = "float32"
+    base: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def policy(self, directory: str | Path) -> "PolicyConfig":
+        """The policy that lies in a directory, loaded so.
+
+        Args:
+            directory: Of a model, or of an adapter.
+        """
+        shared = {name: getattr(self, name) for name in LoadingConfig.model_fields}
+        return PolicyConfig(path=str(directory), **shared)
 
 
 class PolicyConfig(LoadingConfig):
@@ -348,12 +410,15 @@ class PolicyConfig(LoadingConfig):
             with `init` takes it, too, and draws nothing then: the shapes must be the same.
         tokenizer: A tokenizer directory, or "penstock" for the packaged one; None means the checkpoint's own,
             and the packaged one for `init`.
+        lora: Train a low-rank adapter beside the checkpoint, which stays as it is; None: train the model. A checkpoint
+            that is an adapter goes on being trained without this key.
     """
 
     path: str | None = None
     init: InitConfig | None = None
     initial_checkpoint: str | None = None
     tokenizer: str | None = None
+    lora: LoraConfig | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> "PolicyConfig":
@@ -364,6 +429,15 @@ class PolicyConfig(LoadingConfig):
             raise ValueError(f"give exactly one of path and init ({given})")
         return self
 
+    @model_validator(mode="after")
+    def _base_lasts(self) -> "PolicyConfig":
+        if self.lora is not None and self.directory is None:
+            raise ValueError(
+                "lora needs a checkpoint beside which it trains, and init draws one that no file holds: give path or "
+                "initial_checkpoint, or leave lora out"
+            )
+        return self
+
     @property
     def directory(self) -> str | None:
         """The model directory that weights are loaded from; None where they are drawn."""
@@ -372,9 +446,49 @@ class PolicyConfig(LoadingConfig):
     @property
     def tokenizer_path(self) -> str:
         """Where the tokenizer is loaded from."""
-        return self.tokenizer or self.directory or "penstock"
+        return self.tokenizer or (
+            "penstock" if self.directory is None else tokenizer_directory(self.directory, self.base)
+        )
 
     @property
     def source_key(self) -> str:
         """The key that names `directory`, for errors."""
         return "model.path" if self.initial_checkpoint is None else "model.initial_checkpoint"
+
+
+def read_shape(
+    directory: str | Path, dtype: Dtype, base: str | None = None, lora: LoraConfig | None = None
+) -> ModelConfig:
+    """The shape of what lies in a directory, with its adapter or one that is to be drawn; no weights are read.
+
+    Args:
+        directory: Of a model, or of an adapter.
+        dtype: What to compute in.
+        base: Directory of an adapter's base, in place of that which it names.
+        lora: An adapter to be drawn beside a model; one that is there must have this shape.
+
+    Raises:
+        CheckpointError: a file is missing or broken, or the base of an adapter is not there.
+        ConfigError: it is of something that is not supported, or not what is asked for.
+    """
+    below, source = Path(directory), "model.lora"
+    if is_adapter(directory):
+        found, named = read_adapter_config(directory)
+        below, source = base_directory(directory, named, base), str(below / CONFIG_FILE)
+        lora = found.checked(lora, str(directory))
+    elif base is not None:
+        raise ConfigError(f"model.base is {base!r}, but {directory} is no adapter: leave it out")
+    config = ModelConfig.from_hugging_face(read_json(below / "config.json"), dtype)
+    return config if lora is None else config.with_lora(lora, source, os.path.abspath(below))
+
+
+def tokenizer_directory(directory: str, base: str | None = None) -> str:
+    """Where a checkpoint's tokenizer lies: beside it, or beside the base of an adapter that was saved without one.
+
+    Args:
+        directory: Of a model, or of an adapter.
+        base: As of `LoadingConfig`.
+    """
+    if os.path.isfile(os.path.join(directory, "tokenizer.json")) or not is_adapter(directory):
+        return directory
+    return str(base_directory(directory, read_adapter_config(directory)[1], base))

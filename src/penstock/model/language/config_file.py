@@ -218,7 +218,7 @@ def _read_yarn(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict
 def write_config(config: "ModelConfig") -> dict[str, Any]:
     """The content of a `config.json`; rotary fields in the form that every transformers version reads."""
     scaling, key_and_activation = config.rope_scaling, _ACTIVATIONS.get(config.model_type, ("hidden_act", "silu"))
-    own = {"dtype", "rope_scaling", "other_keys", "sliding_window", "layer_types", "rope_local_theta"}
+    own = {"dtype", "rope_scaling", "other_keys", "sliding_window", "layer_types", "rope_local_theta", "lora", "base"}
     fields = json.loads(config.other_keys) | config.model_dump(exclude=own | {"query_pre_attn_scalar"})
     fields |= {
         "architectures": [ARCHITECTURES[config.model_type]],

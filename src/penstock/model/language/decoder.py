@@ -7,7 +7,8 @@ decoder does not have (an untied head, biases) has no name among its arrays.
 A layer is two pure pieces, so that training and cached decoding share one set of equations: `project` is everything
 before attention, `finish` everything after it; what keys a query sees (a packed row, a cache) is the caller's.
 Matrices are stored [in, out], the transpose of Hugging Face's. In a `Decoder` every array has a leading layer axis; a
-`Layer`'s methods are for one, as `jax.lax.scan` or `Decoder.layer` hands it out.
+`Layer`'s methods are for one, as `jax.lax.scan` or `Decoder.layer` hands it out. Beside an adapter
+(`penstock.model.language.adapter`), which alone trains then, the layers of the base lie one by one.
 
 Attention is grouped-query (`penstock.model.language.attention`). Layers may have a window, and others of the same model
 none (`ModelConfig.windows`).
@@ -23,9 +24,11 @@ Not covered: the loss's output head, which must never hold [tokens, vocabulary] 
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -34,11 +37,14 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from penstock.model.arrays import named_leaves, with_named_leaves
+from penstock.model.arrays import joined_digests, named_leaves, with_named_leaves
+from penstock.model.language.adapter import Adapter
 from penstock.model.language.attention import Segments, attention
 from penstock.model.language.attention_choice import AttentionKernel
-from penstock.model.language.config import ModelConfig, RopeScaling, YarnScaling
-from penstock.model.language.precision import product, rounded
+from penstock.model.language.config import ADAPTER, ModelConfig, RopeScaling, YarnScaling
+from penstock.model.language.precision import linear, product, rounded
+
+Tree = TypeVar("Tree")
 
 
 def inverse_frequencies(config: ModelConfig, window: int | None = None) -> np.ndarray:
@@ -125,15 +131,6 @@ def _normed(x: Array, weight: Array, config: ModelConfig) -> Array:
     return rms_norm(x, weight, config.rms_norm_eps)
 
 
-def linear(x: Float[Array, "*batch inputs"], matrix: Float[Array, "inputs outputs"]) -> Float[Array, "*batch outputs"]:
-    """Multiplies the last axis by a matrix; the result is float32.
-
-    As a product of two matrices, because XLA's CPU compiler otherwise makes a transposed copy of the larger
-    operand for every weight gradient: that alone took 17% off the backward pass of a 6M model.
-    """
-    return product("ni,io->no", x.reshape(-1, x.shape[-1]), matrix).reshape(*x.shape[:-1], matrix.shape[-1])
-
-
 PRODUCTS = ("query", "key", "value", "attended", "residual", "gate", "up")
 """Names of what a layer computes by matrix products, for `jax.checkpoint`: all else is cheap to recompute."""
 
@@ -158,6 +155,7 @@ class Layer(eqx.Module):
     up: Float[Array, "*layers hidden intermediate"]
     down: Float[Array, "*layers intermediate hidden"]
     config: ModelConfig = eqx.field(static=True)
+    adapter: Adapter | None = None
 
     def project(
         self,
@@ -178,9 +176,9 @@ class Layer(eqx.Module):
         """
         config, dtype = self.config, self.query.dtype
         normed = rounded(_normed(x, self.input_norm, config), dtype)
-        query = _heads(linear(normed, self.query), self.query_bias, config.num_attention_heads)
-        key = _heads(linear(normed, self.key), self.key_bias, config.num_key_value_heads)
-        value = rounded(_heads(linear(normed, self.value), self.value_bias, config.num_key_value_heads), dtype)
+        query = _heads(self._times(normed, "query"), self.query_bias, config.num_attention_heads)
+        key = _heads(self._times(normed, "key"), self.key_bias, config.num_key_value_heads)
+        value = rounded(_heads(self._times(normed, "value"), self.value_bias, config.num_key_value_heads), dtype)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = _normed(query, self.query_norm, config), _normed(key, self.key_norm, config)
         if config.query_pre_attn_scalar is not None:  # attention divides by the square root of head_dim
@@ -193,18 +191,24 @@ class Layer(eqx.Module):
     ) -> Float[Array, "*batch hidden"]:
         """The residual stream after this layer, given what its queries attended to."""
         dtype, config = self.gate.dtype, self.config
-        added = linear(attended.reshape(*x.shape[:-1], -1), self.output)
+        added = self._times(attended.reshape(*x.shape[:-1], -1), "output")
         if self.attention_out_norm is not None:
             added = _normed(rounded(added, dtype), self.attention_out_norm, config)
         x = checkpoint_name(x + added, "residual")
         normed = rounded(_normed(x, self.post_norm, config), dtype)
-        gate = checkpoint_name(rounded(linear(normed, self.gate), dtype), "gate").astype(jnp.float32)
-        up = checkpoint_name(rounded(linear(normed, self.up), dtype), "up").astype(jnp.float32)
+        gate = checkpoint_name(rounded(self._times(normed, "gate"), dtype), "gate").astype(jnp.float32)
+        up = checkpoint_name(rounded(self._times(normed, "up"), dtype), "up").astype(jnp.float32)
         opened = jax.nn.gelu(gate, approximate=True) if config.is_gemma else jax.nn.silu(gate)
-        added = linear(rounded(opened * up, dtype), self.down)
+        added = self._times(rounded(opened * up, dtype), "down")
         if self.mlp_out_norm is not None:
             added = _normed(rounded(added, dtype), self.mlp_out_norm, config)
         return x + added
+
+    def _times(self, x: Float[Array, "*batch inputs"], name: str) -> Float[Array, "*batch outputs"]:
+        """Times one of the matrices, and what an adapter adds to it; float32."""
+        pair = None if self.adapter is None else getattr(self.adapter, name)
+        own = linear(x, getattr(self, name))
+        return own if pair is None else own + pair(x)
 
 
 def _heads(projected: Array, bias: Array | None, heads: int) -> Array:
@@ -226,22 +230,35 @@ OPTIONAL = (
 """Arrays of a layer that not every family has."""
 
 
+def _unstacked(stacked: Tree, depth: int) -> tuple[Tree, ...]:
+    """The layers one by one, by one small program: XLA would compile a copy of it for each in one program for all."""
+    return tuple(_layer_of(stacked, np.int32(index)) for index in range(depth))
+
+
+@jax.jit
+def _layer_of(stacked: Tree, index: Int[Array, ""]) -> Tree:
+    return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False), stacked)
+
+
 class Decoder(eqx.Module):
-    """A causal language model. Every array of `layers` has a leading layer axis.
+    """A causal language model.
 
     Attributes:
         embedding: One row per token id.
-        layers: All layers as one stacked `Layer`.
+        layers: All layers as one stacked `Layer`, whose arrays have a leading layer axis; beside an adapter one by one,
+            since they never change: so an engine reads the very arrays that the learner reads.
         final_norm: Weight of the norm after the last layer.
         head: The output matrix, or None where the embedding serves (tied).
         config: Its shape.
+        adapter: What trains in the place of all others, stacked; None: they do.
     """
 
     embedding: Float[Array, "vocab hidden"]
-    layers: Layer
+    layers: Layer | tuple[Layer, ...]
     final_norm: Float[Array, " hidden"]
     head: Float[Array, "vocab hidden"] | None
     config: ModelConfig = eqx.field(static=True)
+    adapter: Adapter | None = None
 
     @classmethod
     def initialise(cls, config: ModelConfig, key: PRNGKeyArray) -> "Decoder":
@@ -261,17 +278,26 @@ class Decoder(eqx.Module):
 
     @classmethod
     def from_arrays(cls, config: ModelConfig, arrays: Mapping[str, Array]) -> "Decoder":
-        """Puts a decoder together from named parameters: all that `ModelConfig.parameter_shapes` lists."""
-        layer_fields: dict[str, Any] = {
-            name.removeprefix("layers."): a for name, a in arrays.items() if name.startswith("layers.")
-        }
-        optional: dict[str, Any] = dict.fromkeys(OPTIONAL)
+        """Puts a decoder together from named parameters: all that `ModelConfig.parameter_shapes` lists.
+
+        Args:
+            config: Its shape, from which names follow.
+            arrays: The layers' stacked; beside an adapter each layer's own, ``layers.0.query``.
+        """
+
+        def layer(prefix: str) -> Layer:
+            fields: dict[str, Any] = dict.fromkeys(OPTIONAL)
+            fields |= {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+            return Layer(**fields, config=config)
+
+        apart = config.lora is not None
         return cls(
             embedding=arrays["embedding"],
-            layers=Layer(**(optional | layer_fields), config=config),
+            layers=tuple(layer(f"layers.{i}.") for i in range(config.num_hidden_layers)) if apart else layer("layers."),
             final_norm=arrays["final_norm"],
             head=arrays.get("head"),
             config=config,
+            adapter=Adapter.from_arrays(config, arrays),
         )
 
     @property
@@ -288,7 +314,33 @@ class Decoder(eqx.Module):
 
     def layer(self, index: int) -> Layer:
         """One layer, without the layer axis."""
-        return jax.tree.map(lambda array: array[index], self.layers)
+        return self.layers_apart()[index]
+
+    def layers_apart(self) -> tuple[Layer, ...]:
+        """Each layer with its part of the adapter: a base that lies apart by reference, of a stack copies."""
+        depth = self.config.num_hidden_layers
+        layers = self.layers if isinstance(self.layers, tuple) else _unstacked(self.layers, depth)
+        if self.adapter is None:
+            return layers
+        pairs = zip(layers, _unstacked(self.adapter, depth), strict=True)
+        return tuple(replace(layer, adapter=adapter) for layer, adapter in pairs)
+
+    def _scanned(self) -> tuple[Any, Callable[[Any], Layer]]:
+        """What a scan over the layers goes through, and what makes a layer of one of its elements.
+
+        Layers that lie apart are chosen by number: that copies one layer at a time, as a scan over a stack does, and
+        the backward pass chooses it again.
+        """
+        layers = self.layers
+        if isinstance(layers, Layer):
+            return layers, lambda each: each
+
+        def chosen(each: tuple[Array, Adapter | None]) -> Layer:
+            number, adapter = each
+            layer = jax.lax.switch(number, [lambda one=one: one for one in layers])
+            return replace(layer, adapter=adapter)
+
+        return (jnp.arange(len(layers)), self.adapter), chosen
 
     def normalise(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
         """The final norm: from the last layer's residual stream to hidden states, in the model's dtype."""
@@ -310,7 +362,7 @@ class Decoder(eqx.Module):
             segments: Where the rows' sequences lie.
             remat: Keep nothing but each layer's input for the backward pass. Otherwise the results of matrix
                 products are kept.
-            kernel: What computes attention.
+            kernel: What computes attention, from `attention_kernel`.
 
         Returns:
             States after the final norm; those at padding mean nothing, but are finite.
@@ -319,11 +371,14 @@ class Decoder(eqx.Module):
         tables = [rotary_tables(self.config, position_ids, window) for window in windows]
         ways = [partial(_attend, segments, kernel, window) for window in windows]
 
-        def run(x: Array, layer: Layer) -> tuple[Array, None]:
+        scanned, layer_of = self._scanned()
+
+        def run(x: Array, each: Any) -> tuple[Array, None]:
+            layer = layer_of(each)
             return layer.finish(x, ways[0](*layer.project(x, *tables[0]))), None
 
-        def run_one_of(x: Array, scanned: tuple[Layer, Array]) -> tuple[Array, None]:
-            layer, kind = scanned
+        def run_one_of(x: Array, each: tuple[Any, Array]) -> tuple[Array, None]:
+            layer, kind = layer_of(each[0]), each[1]
             cos, sin = (jax.lax.select_n(kind, *each) for each in zip(*tables, strict=True))
             return layer.finish(x, jax.lax.switch(kind, ways, *layer.project(x, cos, sin))), None
 
@@ -332,8 +387,8 @@ class Decoder(eqx.Module):
         policies = jax.checkpoint_policies
         keep = policies.nothing_saveable if remat else policies.save_only_these_names(*PRODUCTS)
         kinds = jnp.array([windows.index(window) for window in self.config.windows])
-        step, scanned = (run, self.layers) if len(windows) == 1 else (run_one_of, (self.layers, kinds))
-        x, _ = jax.lax.scan(jax.checkpoint(step, prevent_cse=False, policy=keep), self.embed(tokens), scanned)
+        step, through = (run, scanned) if len(windows) == 1 else (run_one_of, (scanned, kinds))
+        x, _ = jax.lax.scan(jax.checkpoint(step, prevent_cse=False, policy=keep), self.embed(tokens), through)
         return self.normalise(x)
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
@@ -359,6 +414,24 @@ def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...], config: M
 def named_arrays(decoder: Decoder) -> dict[str, Array]:
     """Every parameter of the decoder by name (``embedding``, ``layers.query``), in a fixed order."""
     return named_leaves(decoder)
+
+
+def stack_names(layer: Mapping[str, Array]) -> dict[str, Array]:
+    """The arrays of one layer by the names that they have in a stack of all.
+
+    Args:
+        layer: By their names in a `Layer`.
+    """
+    return {name if name.startswith(ADAPTER) else f"layers.{name}": array for name, array in layer.items()}
+
+
+def decoder_digests(arrays: Mapping[str, Array]) -> dict[str, str]:
+    """The digest of every one of `named_arrays`; of layers that lie apart as if they were a stack."""
+    outer, layers = dict(arrays), dict[int, dict[str, Array]]()
+    for name in arrays:
+        if found := re.fullmatch(r"layers\.(\d+)\.(.+)", name):
+            layers.setdefault(int(found[1]), {})[found[2]] = outer.pop(name)
+    return joined_digests([(0, outer), *((number, stack_names(layer)) for number, layer in layers.items())])
 
 
 def with_named_arrays(decoder: Decoder, arrays: Mapping[str, Array | np.ndarray]) -> Decoder:

@@ -1,4 +1,4 @@
-"""Decoders from and to Hugging Face directories, and the policy that a recipe names.
+"""Decoders from and to Hugging Face directories, adapters with their bases, and the policy that a recipe names.
 
 A directory holds ``config.json``, the weights as safetensors, and usually a tokenizer. Matrices are transposed on
 the way ([out, in] there, [in, out] here) and layers are stacked. Every tensor must be accounted for: what is
@@ -15,9 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from penstock.model.language.config import Dtype, ModelConfig, PolicyConfig
-from penstock.model.language.decoder import Decoder, named_arrays
-from penstock.model.tensor_files import SHARD_BYTES, TensorFiles, open_tensors, read_json, save_tensors, write_json
+from penstock.model.arrays import named_leaves
+from penstock.model.json_files import read_json, write_json
+from penstock.model.language.adapter import LoraPair, base_digest, drawn_adapter, merged, read_adapter, write_adapter
+from penstock.model.language.config import ADAPTER, Dtype, ModelConfig, PolicyConfig, read_shape
+from penstock.model.language.decoder import Decoder, Layer, named_arrays
+from penstock.model.language.lora import LoraConfig, is_adapter
+from penstock.model.tensor_files import SHARD_BYTES, TensorFiles, open_tensors, save_tensors
 from penstock.types import CheckpointError, ConfigError, fold
 
 _LAYERS = "layers."
@@ -88,24 +92,56 @@ class PolicyTokenizer(Protocol):
         ...
 
 
-def load_decoder(directory: str | Path, dtype: Dtype = "float32") -> Decoder:
-    """Reads a model directory.
+def load_decoder(
+    directory: str | Path,
+    dtype: Dtype = "float32",
+    base: str | None = None,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
+    adapter_dtype: Dtype | None = None,
+) -> Decoder:
+    """Reads a model directory, or an adapter's with its base.
 
     Args:
-        directory: With ``config.json`` and ``model.safetensors``, or shards and their index.
+        directory: With ``config.json`` and ``model.safetensors``, or shards and their index; or as PEFT writes it.
         dtype: What the parameters become, whatever they were saved as.
+        base: Directory of an adapter's base, in place of that which its ``adapter_config.json`` names.
+        lora: An adapter to be drawn beside a model; one that is read must have this shape. None: as the directory is.
+        seed: What A is drawn by, an integer.
+        adapter_dtype: What an adapter's parameters become, where neither `lora` says so nor `dtype` does.
 
     Raises:
-        CheckpointError: a file is missing or broken, or its tensors do not fit the configuration.
+        CheckpointError: a file is missing or broken, its tensors do not fit the configuration, or an adapter's base is
+            not there or another.
         ConfigError: the configuration asks for something that the decoder does not do.
     """
     directory = Path(directory)
-    config = ModelConfig.from_hugging_face(read_json(directory / "config.json"), dtype)
-    shapes = config.parameter_shapes()
+    config = read_shape(directory, dtype, base, lora)
+    if config.lora is None:
+        return Decoder.from_arrays(config, _read_model(directory, config))
+    if adapter_dtype is not None:
+        config = config.model_copy(update={"lora": config.lora.model_copy(update={"dtype": adapter_dtype})})
+    arrays = _read_model(Path(config.base), config)
+    if is_adapter(directory):
+        adapter = read_adapter(directory, config, base_digest(arrays))
+    else:
+        adapter = drawn_adapter(config, seed)
+    return Decoder.from_arrays(config, arrays | adapter)
+
+
+def _read_model(directory: Path, config: ModelConfig) -> dict[str, Array]:
+    """The arrays that `Decoder.from_arrays` takes, but for an adapter's."""
+    shapes = {name: shape for name, shape in config.parameter_shapes().items() if not name.startswith(ADAPTER)}
+    jnp.dtype(config.dtype)
     with open_tensors(directory) as files:
         _check_tensors(directory, config, shapes, files)
-        arrays = {name: _read(name, shape, config, files) for name, shape in shapes.items()}
-    return Decoder.from_arrays(config, arrays)
+        if config.lora is None:
+            return {name: _read(name, shape, config, files) for name, shape in shapes.items()}
+        return {
+            own: array
+            for name, shape in shapes.items()
+            for own, array in _read_apart(name, shape, config, files).items()
+        }
 
 
 def save_decoder(
@@ -123,12 +159,52 @@ def save_decoder(
         tokenizer: Goes with it, and says which tokens end an answer.
         shard_bytes: Beyond so many bytes the weights are written in several files with an index.
     """
+    if decoder.adapter is not None:
+        raise ConfigError("the policy is an adapter beside its base: save it by save_adapter, or with_merged(policy)")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     save_tensors(_as_tensors(named_arrays(decoder), decoder.config), directory, shard_bytes)
-    tokenizer.save(directory)
+    _save_tokenizer(directory, tokenizer)
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     write_json(decoder.config.to_hugging_face() | special, directory / "config.json")
+
+
+def save_adapter(decoder: Decoder, directory: str | Path, tokenizer: PolicyTokenizer, digest: str) -> None:
+    """Writes an adapter as PEFT does, with the tokenizer beside it; the base it names.
+
+    There is no ``config.json``: with one, transformers looks for a whole model there.
+
+    Args:
+        decoder: Of which the adapter is written, in its own dtype.
+        directory: Path of what is written; made where it is missing, not atomically.
+        tokenizer: Goes with it.
+        digest: `base_digest` of its base, by which a later reader knows it again.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_adapter(decoder, directory, digest)
+    _save_tokenizer(directory, tokenizer)
+
+
+def with_merged(decoder: Decoder) -> Decoder:
+    """The model that computes what base and adapter do, stacked: each matrix merged in float32, and rounded once."""
+    layers, adapter = decoder.layers, decoder.adapter
+    if adapter is None or isinstance(layers, Layer):
+        raise ConfigError("the policy has no adapter to be merged: it is a model already")
+    arrays = {name: array for name, array in named_arrays(decoder).items() if "." not in name}
+    for name, first in named_leaves(layers[0]).items():
+        pair: LoraPair | None = getattr(adapter, name, None)
+        stacked = np.empty((len(layers), *first.shape), first.dtype)
+        for index, layer in enumerate(layers):
+            matrix = np.asarray(getattr(layer, name))
+            stacked[index] = matrix if pair is None else merged(matrix, pair, index)
+        arrays[f"layers.{name}"] = jnp.asarray(stacked)
+    return Decoder.from_arrays(decoder.config.model_copy(update={"lora": None, "base": ""}), arrays)
+
+
+def _save_tokenizer(directory: Path, tokenizer: PolicyTokenizer) -> None:
+    """Tokenizer and ``generation_config.json``."""
+    tokenizer.save(directory)
     path = directory / "generation_config.json"
     generation = {"pad_token_id": tokenizer.pad_token_id} | (read_json(path) if path.is_file() else {})
     write_json(generation | {"eos_token_id": list(tokenizer.stop_token_ids)}, path)
@@ -157,7 +233,7 @@ def load_policy(config: PolicyConfig, seed: int, tokenizer: PolicyTokenizer) -> 
             f"{config.source_key} is {config.initial_checkpoint or config.path!r}: {place}; download the checkpoint "
             "first, or name another"
         )
-    decoder = load_decoder(directory, config.dtype)
+    decoder = load_decoder(directory, config.dtype, config.base, config.lora, fold(seed, "lora") % 2**32)
     check_vocabulary(decoder.config, tokenizer)
     if config.init is not None:
         config.init.check_describes(decoder.config, tokenizer.vocab_size)
@@ -253,6 +329,17 @@ def _read(name: str, shape: tuple[int, ...], config: ModelConfig, files: TensorF
     for index, tensor in enumerate(_tensor_names(name, config)):
         stacked[index] = files.read(tensor)[first : first + shape[-1]].T
     return jnp.asarray(stacked)
+
+
+def _read_apart(name: str, shape: tuple[int, ...], config: ModelConfig, files: TensorFiles) -> dict[str, Array]:
+    """The same by layer: a stack of them is never made."""
+    if not name.startswith(_LAYERS):
+        return {name: _read(name, shape, config, files)}
+    inner, first, dtype = name.removeprefix(_LAYERS), _place(name, config).first, jnp.dtype(config.dtype)
+    return {
+        f"layers.{layer}.{inner}": jnp.array(files.read(tensor)[first : first + shape[-1]].T.astype(dtype))
+        for layer, tensor in enumerate(_tensor_names(name, config))
+    }
 
 
 def _as_tensors(arrays: Mapping[str, Array], config: ModelConfig) -> dict[str, np.ndarray]:

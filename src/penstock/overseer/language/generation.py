@@ -16,7 +16,7 @@ from penstock.curriculum import Curriculum
 from penstock.inference import RemoteContext, ServerPool
 from penstock.inference.http_server import model_directory
 from penstock.inference.routing import Server
-from penstock.model.language import PolicyConfig, load_policy
+from penstock.model.language import load_policy
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluation_report import LessonReport
 from penstock.overseer.run import step_of
@@ -123,7 +123,7 @@ def _manager(source: Path | str | None, config: RunConfig, token: str | None) ->
         return
     policy, limits = config.model, config.overseer
     if source is not None:
-        policy = PolicyConfig(path=str(model_directory(str(source))), dtype=policy.dtype)
+        policy = policy.policy(model_directory(str(source)))
     tokenizer = Tokenizer.load(policy.tokenizer_path, config.model.chat_template_kwargs)
     with RolloutManager.from_configs(
         {},

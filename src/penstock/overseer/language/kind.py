@@ -3,7 +3,6 @@
 load → parity probe → evaluate untrained → warm start, probed again → evaluate before → train → evaluate after.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,9 +12,9 @@ from penstock.environments import Environment, load_environment
 from penstock.learner import Learner, load_checkpoint
 from penstock.learner.checkpoints import read_state
 from penstock.learner.reference import check_reference
-from penstock.model.arrays import digests_of
 from penstock.model.language import load_policy, named_arrays
-from penstock.model.language.config import ModelConfig
+from penstock.model.language.config import ModelConfig, read_shape
+from penstock.model.language.decoder import decoder_digests
 from penstock.model.programs import Programs
 from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_workers
@@ -72,22 +71,29 @@ def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
         shape = model_shape(asked)
     except ConfigError:
         return
-    path = folder / "config.json"
+    state = read_state(checkpoint)
     try:
-        trained = ModelConfig.from_hugging_face(json.loads(path.read_text("utf-8")), asked.dtype)
-    except (OSError, ValueError, ConfigError) as error:
-        raise CheckpointError(f"{path} is not the config of a language model: {error}") from error
-    theirs = trained.model_dump(mode="json", exclude={"other_keys"}) | {"dtype": read_state(checkpoint)["dtype"]}
+        trained = read_shape(folder, asked.dtype)
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"{folder} does not hold a language model: {error}") from error
+    if trained.lora is not None:
+        lora = trained.lora.model_copy(update={"dtype": state["adapter_dtype"]})
+        trained = trained.model_copy(update={"lora": lora})
+    theirs = trained.model_dump(mode="json", exclude=_ELSEWHERE) | {"dtype": state["dtype"]}
     place, remedy = "model.init.", VALUES
     if asked.init is None:
         place, remedy = f"{asked.directory}: ", "leave model.path as it was"
     check_kept(
-        shape.model_dump(mode="json", exclude={"other_keys"}),
+        shape.model_dump(mode="json", exclude=_ELSEWHERE),
         theirs,
         checkpoint,
-        lambda name: "model.dtype" if name == "dtype" else f"{place}{name}",
+        lambda name: f"model.{name}" if name in ("dtype", "lora") else f"{place}{name}",
         remedy,
     )
+
+
+_ELSEWHERE = {"other_keys", "base"}
+"""Of a shape what may be another when a run is resumed."""
 
 
 def check_reference_directory(config: RunConfig, policy: ModelConfig) -> None:
@@ -99,13 +105,11 @@ def check_reference_directory(config: RunConfig, policy: ModelConfig) -> None:
     directory = config.learner.kl.directory
     if directory is None:
         return
-    path = Path(directory) / "config.json"
     try:
-        found = ModelConfig.from_hugging_face(json.loads(path.read_text("utf-8")), policy.dtype)
-    except (OSError, ValueError) as error:
+        found = read_shape(directory, policy.dtype)
+    except CheckpointError as error:
         raise ConfigError(
-            f"learner.kl.reference is {directory}: {path} cannot be read ({error}); give initial, ema, or the path of "
-            "a Hugging Face directory"
+            f"learner.kl.reference is {directory}: {error}; give initial, ema, or the path of a Hugging Face directory"
         ) from error
     check_reference(directory, found, policy)
     if same_tokenizer(config.model.tokenizer_path, directory) is False:
@@ -368,7 +372,7 @@ class LanguageKind:
             preparation.close,
             preparation.before_update,
             preparation.after_update,
-            digests_of,
+            decoder_digests,
         )
 
     # --- phases --------------------------------------------------------------------------------------------------

@@ -2,15 +2,20 @@
 
 The update is made again (`penstock.overseer.rerun.replay`), and of each rollout its gradient is compared with the step
 that was taken (`penstock.learner.influence`). Sums by staleness, version, lesson and the advantage's sign say which
-kind of rollout the update was made of; those that moved it most are shown with their text. Nothing is written.
+kind of rollout the update was made of; those that moved it most are shown with their text. Beside them stand those
+that are unlike the others of the update: a rollout may be stale, or its log-probabilities wrong, and still be one of
+many. Nothing is written.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import numpy as np
+from jaxtyping import Float32
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +31,10 @@ from penstock.types import ConfigError, RLExample, RolloutRecord
 MOST = 10
 """Rollouts that are shown with their text."""
 _LONGEST_TEXT = 300
+_LEAST_SPREAD = {"staleness": 1.0, "drift": 0.05, "surprise": 0.5}
+"""By trait, in versions and nats per token: less of a spread is no measure of what is usual."""
+_MEDIAN_TO_DEVIATION = 1.4826
+"""Of a normal distribution: its standard deviation by the median of distances from its median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,9 @@ class ExplainedRollout:
         staleness: How many versions before the update's that is.
         advantage: Mean over its sampled tokens.
         tokens: How many were sampled.
+        drift: Mean over them of ℓ_θ − ℓ_b, in nats: of the weights that the update began with, less of those that are
+            said to have sampled them.
+        surprise: Mean over them of −ℓ_θ, in nats, under the same weights.
         reward: Of the episode; None where the rollout's file has expired.
         prompt: Its text, by the run's tokenizer.
         response: What followed it, tool answers included.
@@ -51,6 +63,8 @@ class ExplainedRollout:
     staleness: int
     advantage: float
     tokens: int
+    drift: float
+    surprise: float
     reward: float | None
     prompt: str
     response: str
@@ -89,6 +103,25 @@ class KindOfRollouts:
 
 
 @dataclass(frozen=True, slots=True)
+class UnusualRollout:
+    """A rollout that is unlike the others of its update.
+
+    Attributes:
+        rollout_id: Of the rollout, in the update's batch.
+        trait: In which of its numbers: ``staleness``, ``drift``, or, of one with a positive advantage, ``surprise``.
+        value: The rollout's own number, in versions or nats per token.
+        usual: The median of the update's rollouts, in the same unit.
+        deviations: How many robust standard deviations lie between; above 1.
+    """
+
+    rollout_id: str
+    trait: str
+    value: float
+    usual: float
+    deviations: float
+
+
+@dataclass(frozen=True, slots=True)
 class WhyReport:
     """What an update was made of.
 
@@ -98,6 +131,7 @@ class WhyReport:
         checkpoint: Where the replay began.
         rollouts: All, those that moved it most first.
         sums: By ``staleness``, ``version``, ``lesson`` and ``advantage``.
+        unusual: Those that are least like the others, of what moved it at all; see `unusual_of`.
     """
 
     run_dir: Path
@@ -105,6 +139,7 @@ class WhyReport:
     checkpoint: str
     rollouts: tuple[ExplainedRollout, ...]
     sums: Mapping[str, tuple[KindOfRollouts, ...]]
+    unusual: tuple[UnusualRollout, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -113,17 +148,26 @@ class WhyReport:
             "step": self.step,
             "checkpoint": self.checkpoint,
             "sums": {name: [asdict(row) for row in rows] for name, rows in self.sums.items()},
+            "unusual": [asdict(one) for one in self.unusual],
             "rollouts": [rollout.to_json() for rollout in self.rollouts],
         }
 
     def print(self, console: Console) -> None:
-        """Prints the sums, then those that moved the update most, with their text."""
+        """Prints the sums, then those that moved the update most, and those unlike the others, with their text."""
         title = f"{self.run_dir}: what moved update {self.step} ({len(self.rollouts)} rollouts)"
         console.print(Text(title), soft_wrap=True)
         console.print(self._table_of_sums())
         for place, rollout in enumerate(self.rollouts[:MOST], 1):
             for line in _lines(place, rollout):
                 console.print(Text(line), soft_wrap=True)
+        if self.unusual:
+            console.print("\nunlike the others")
+        by_id = {rollout.influence.rollout_id: rollout for rollout in self.rollouts}
+        for one in self.unusual:
+            rollout = by_id[one.rollout_id]
+            told = f"{one.trait} {one.value:.3g}, usual {one.usual:.3g}  moved {rollout.influence.moved:.1%}"
+            console.print(Text(f"    {printable(one.rollout_id)}  {told}"), soft_wrap=True)
+            console.print(Text(f"        {_texts(rollout)}"), soft_wrap=True)
 
     def _table_of_sums(self) -> Table:
         table = Table()
@@ -144,13 +188,17 @@ def _lines(place: int, rollout: ExplainedRollout) -> list[str]:
         f"{place:2}. {printable(found.rollout_id)}  moved {found.moved:.1%}  share {found.along:.1%}  |gradient| "
         f"{found.gradient_norm:.3g}  inner product {found.inner_product:.3g}",
         f"    reward {reward}  advantage {rollout.advantage:+.3g}  {rollout.tokens} tokens  version {rollout.version} "
-        f"({rollout.staleness} old)",
-        f"    {_shortened(rollout.prompt)} → {_shortened(rollout.response)}",
+        f"({rollout.staleness} old)  drift {rollout.drift:+.3f}  surprise {rollout.surprise:.3g}",
+        f"    {_texts(rollout)}",
     ]
     for span, text in zip(found.spans, rollout.spans, strict=True):
         numbers = f"|gradient| {span.gradient_norm:.3g}  inner product {span.inner_product:.3g}"
         lines.append(f"      {span.start}–{span.stop}  {numbers}  {_shortened(text)}")
     return lines
+
+
+def _texts(rollout: ExplainedRollout) -> str:
+    return f"{_shortened(rollout.prompt)} → {_shortened(rollout.response)}"
 
 
 def _shortened(text: str) -> str:
@@ -179,13 +227,21 @@ def explain_update(run_dir: Path | str, step: int, trust: bool = False) -> WhyRe
     for each in before:
         walk.make(each)
     batch = walk.prepare(update)
-    config = run.config_at(update)
-    found = influences(walk.learner, config.learner.optimizer, batch, update.stored.version.step)
+    scored = zip(batch.examples, walk.learner.score(batch.examples), strict=True)
+    logprobs = {example.rollout_ids[0]: scores for example, scores in scored}
+    found = influences(walk.learner, walk.learner.optimizer, batch, update.stored.version.step)
     tokenizer = Tokenizer.load(run.checkpoints[checkpoint] / "model")
     records = run.records(update.stored.rollout_ids)
     examples = {example.rollout_ids[0]: example for example in batch.examples}
     explained = [
-        _explained(one, examples[one.rollout_id], records.get(one.rollout_id), update.step - 1, tokenizer)
+        _explained(
+            one,
+            examples[one.rollout_id],
+            logprobs[one.rollout_id],
+            records.get(one.rollout_id),
+            update.step - 1,
+            tokenizer,
+        )
         for one in found
     ]
     explained.sort(key=lambda rollout: -rollout.influence.moved)
@@ -195,18 +251,54 @@ def explain_update(run_dir: Path | str, step: int, trust: bool = False) -> WhyRe
         "lesson": _sums(explained, lambda rollout: rollout.lesson),
         "advantage": _sums(explained, lambda rollout: rollout.sign),
     }
-    return WhyReport(run.directory.path, step, f"step-{checkpoint}", tuple(explained), sums)
+    return WhyReport(run.directory.path, step, f"step-{checkpoint}", tuple(explained), sums, unusual_of(explained))
+
+
+def unusual_of(rollouts: Sequence[ExplainedRollout]) -> tuple[UnusualRollout, ...]:
+    """The ten rollouts of an update, or fewer, that are least like its others, of those that moved it at all.
+
+    Three traits, each with an order of its own: `staleness`; `drift`, whichever way; and `surprise` of what has a
+    positive advantage, an answer that the policy would hardly give and that was rewarded. Distances are from the
+    update's median, in robust standard deviations (1.4826 times the median distance, but no less than a version, 0.05
+    and 0.5 nats per token); what lies within one of them is usual. The traits take turns, so that one that many are
+    unusual in leaves room for the others.
+    """
+    orders = [_order(rollouts, trait) for trait in _LEAST_SPREAD]
+    turns = (each[place] for place in range(len(rollouts)) for each in orders if place < len(each))
+    chosen: dict[str, UnusualRollout] = {}
+    for one in turns:
+        chosen.setdefault(one.rollout_id, one)
+    return tuple(chosen.values())[:MOST]
+
+
+def _order(rollouts: Sequence[ExplainedRollout], trait: str) -> list[UnusualRollout]:
+    """Those that are unusual in a trait, the most unusual first."""
+    compared = [rollout for rollout in rollouts if trait != "surprise" or rollout.advantage > 0]
+    if not compared:
+        return []
+    values: list[float] = [getattr(rollout, trait) for rollout in compared]
+    usual = median(values)
+    spread = max(_MEDIAN_TO_DEVIATION * median(abs(value - usual) for value in values), _LEAST_SPREAD[trait])
+    found = [
+        UnusualRollout(rollout.influence.rollout_id, trait, value, usual, distance)
+        for rollout, value in zip(compared, values, strict=True)
+        if (distance := (abs(value - usual) if trait == "drift" else value - usual) / spread) > 1
+        and rollout.influence.moved > 0
+    ]
+    return sorted(found, key=lambda one: -one.deviations)
 
 
 def _explained(
     influence: RolloutInfluence,
     example: RLExample,
+    logprobs: Float32[np.ndarray, " pos"],
     record: RolloutRecord | None,
     version_step: int,
     tokenizer: Tokenizer,
 ) -> ExplainedRollout:
     first = int(example.loss_mask.argmax()) if record is None else len(record.rollout.prompt_tokens)
     version = int(example.weight_steps[example.loss_mask].min())
+    sampled = logprobs[example.loss_mask].astype(float)
     return ExplainedRollout(
         influence,
         influence.rollout_id.rsplit("-", 2)[0] if record is None else record.rollout.lesson_id,
@@ -214,6 +306,8 @@ def _explained(
         version_step - version,
         float(example.advantage[example.loss_mask].mean(dtype=float)),
         int(example.loss_mask.sum()),
+        float((sampled - example.generator_log_probs[example.loss_mask]).mean()),
+        float(-sampled.mean()),
         None if record is None else record.rollout.episode_reward,
         tokenizer.decode(example.tokens[:first], skip_special_tokens=False),
         tokenizer.decode(example.tokens[first:], skip_special_tokens=False),
