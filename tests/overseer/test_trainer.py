@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.learner import OptimizerConfig
 from penstock.model.arrays import digests_of
 from penstock.overseer import load_config, trainer
 from penstock.overseer.component import Settings
@@ -25,7 +26,7 @@ LIMIT_S = 20.0
 class Step:
     """Stands for the learner, whose weights are given by the test."""
 
-    step = 0
+    step, optimizer = 0, OptimizerConfig()
 
     def snapshot(self) -> "Step":
         return self

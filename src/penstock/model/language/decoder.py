@@ -425,9 +425,9 @@ def stack_names(layer: Mapping[str, Array]) -> dict[str, Array]:
     return {name if name.startswith(ADAPTER) else f"layers.{name}": array for name, array in layer.items()}
 
 
-def decoder_digests(arrays: Mapping[str, Array]) -> dict[str, str]:
+def decoder_digests(arrays: Mapping[str, Array | np.ndarray]) -> dict[str, str]:
     """The digest of every one of `named_arrays`; of layers that lie apart as if they were a stack."""
-    outer, layers = dict(arrays), dict[int, dict[str, Array]]()
+    outer, layers = dict(arrays), dict[int, dict[str, Any]]()
     for name in arrays:
         if found := re.fullmatch(r"layers\.(\d+)\.(.+)", name):
             layers.setdefault(int(found[1]), {})[found[2]] = outer.pop(name)

@@ -71,11 +71,11 @@ def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
         shape = model_shape(asked)
     except ConfigError:
         return
-    state = read_state(checkpoint)
     try:
         trained = read_shape(folder, asked.dtype)
     except (CheckpointError, ConfigError) as error:
-        raise CheckpointError(f"{folder} does not hold a language model: {error}") from error
+        raise CheckpointError(f"{folder} is not the config of a language model: {error}") from error
+    state = read_state(checkpoint)
     if trained.lora is not None:
         lora = trained.lora.model_copy(update={"dtype": state["adapter_dtype"]})
         trained = trained.model_copy(update={"lora": lora})
