@@ -256,8 +256,8 @@ def test_an_exception_in_the_rollout_thread_ends_the_run_with_that_error(
     monkeypatch.setattr(local.RolloutWorker, "run_tickets", broken)
     with pytest.raises(OSError, match="no space left"):
         train(tiny(), run_dir, quiet=True)
-    failure = read_events(run_dir / "events.jsonl")[-1]
-    assert (failure["event"], failure["message"]) == ("failure", "no space left on device")
+    failures = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "failure"]
+    assert [event["message"] for event in failures] == ["no space left on device"]  # programs may be told after it
 
 
 @pytest.mark.slow
