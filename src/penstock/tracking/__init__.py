@@ -7,11 +7,15 @@ if TYPE_CHECKING:
     from penstock.tracking.config import TrackingConfig
     from penstock.tracking.tracker import (
         JsonlTracker,
+        MlflowConfig,
+        MlflowTracker,
         MultiTracker,
         ServiceConfig,
         TensorBoardConfig,
         TensorBoardTracker,
         Tracker,
+        TrackioConfig,
+        TrackioTracker,
         WandbConfig,
         WandbTracker,
         conversation_of,
@@ -20,12 +24,16 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "JsonlTracker": "tracker",
+    "MlflowConfig": "tracker",
+    "MlflowTracker": "tracker",
     "MultiTracker": "tracker",
     "ServiceConfig": "tracker",
     "TensorBoardConfig": "tracker",
     "TensorBoardTracker": "tracker",
     "Tracker": "tracker",
     "TrackingConfig": "config",
+    "TrackioConfig": "tracker",
+    "TrackioTracker": "tracker",
     "WandbConfig": "tracker",
     "WandbTracker": "tracker",
     "conversation_of": "tracker",
@@ -33,8 +41,9 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "JsonlTracker", "MultiTracker", "ServiceConfig", "TensorBoardConfig", "TensorBoardTracker", "Tracker",
-    "TrackingConfig", "WandbConfig", "WandbTracker", "conversation_of", "make_tracker",
+    "JsonlTracker", "MlflowConfig", "MlflowTracker", "MultiTracker", "ServiceConfig", "TensorBoardConfig",
+    "TensorBoardTracker", "Tracker", "TrackingConfig", "TrackioConfig", "TrackioTracker", "WandbConfig", "WandbTracker",
+    "conversation_of", "make_tracker",
 ]  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.tracking.tracker import ServiceConfig, TensorBoardConfig, WandbConfig
+from penstock.tracking.tracker import MlflowConfig, ServiceConfig, TensorBoardConfig, TrackioConfig, WandbConfig
 
 
 class TrackingConfig(BaseModel):
@@ -11,7 +11,9 @@ class TrackingConfig(BaseModel):
     Attributes:
         samples: Write sample conversations to ``samples.jsonl`` in the run directory.
         samples_per_log: Most conversations of one group that are logged.
+        mlflow: None: not used.
         tensorboard: None: not used.
+        trackio: None: not used.
         wandb: None: not used.
     """
 
@@ -19,7 +21,9 @@ class TrackingConfig(BaseModel):
 
     samples: bool = True
     samples_per_log: int = Field(default=4, ge=1)
+    mlflow: MlflowConfig | None = None
     tensorboard: TensorBoardConfig | None = None
+    trackio: TrackioConfig | None = None
     wandb: WandbConfig | None = None
 
     @property
