@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.tracking.config import TrackingConfig
+    from penstock.tracking.config import PrometheusConfig, TrackingConfig
     from penstock.tracking.tracker import (
         JsonlTracker,
         MlflowConfig,
@@ -27,6 +27,7 @@ _EXPORTS = {
     "MlflowConfig": "tracker",
     "MlflowTracker": "tracker",
     "MultiTracker": "tracker",
+    "PrometheusConfig": "config",
     "ServiceConfig": "tracker",
     "TensorBoardConfig": "tracker",
     "TensorBoardTracker": "tracker",
@@ -41,9 +42,9 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "JsonlTracker", "MlflowConfig", "MlflowTracker", "MultiTracker", "ServiceConfig", "TensorBoardConfig",
-    "TensorBoardTracker", "Tracker", "TrackingConfig", "TrackioConfig", "TrackioTracker", "WandbConfig", "WandbTracker",
-    "conversation_of", "make_tracker",
+    "JsonlTracker", "MlflowConfig", "MlflowTracker", "MultiTracker", "PrometheusConfig", "ServiceConfig",
+    "TensorBoardConfig", "TensorBoardTracker", "Tracker", "TrackingConfig", "TrackioConfig", "TrackioTracker",
+    "WandbConfig", "WandbTracker", "conversation_of", "make_tracker",
 ]  # fmt: skip
 
 

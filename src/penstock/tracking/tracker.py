@@ -18,6 +18,7 @@ Not covered: the run directory's own ``metrics.jsonl`` (`penstock.rundir.logs`).
 import contextlib
 import contextvars
 import io
+import itertools
 import json
 import logging
 import os
@@ -180,7 +181,11 @@ class JsonlTracker:
 
 
 def make_tracker(
-    config: "TrackingConfig", run_dir: Path, run_config: Mapping[str, Any], on_failure: OnFailure
+    config: "TrackingConfig",
+    run_dir: Path,
+    run_config: Mapping[str, Any],
+    on_failure: OnFailure,
+    others: Sequence[Tracker] = (),
 ) -> MultiTracker:
     """Makes every tracker that the configuration names, as one.
 
@@ -189,13 +194,14 @@ def make_tracker(
         run_dir: The run directory; it must exist.
         run_config: The resolved configuration, for services that show it.
         on_failure: See `MultiTracker`.
+        others: Trackers that are there already, and are closed like its own.
 
     Raises:
         ConfigError: a service's package is not installed, or the service cannot be reached.
     """
     trackers: list[Tracker] = []
     with contextlib.ExitStack() as on_error:
-        for tracker in _each(config, run_dir, run_config):
+        for tracker in itertools.chain(others, _each(config, run_dir, run_config)):
             trackers.append(tracker)
             on_error.callback(tracker.close)
         on_error.pop_all()
