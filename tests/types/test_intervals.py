@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.overseer.results import (
+from penstock.types.intervals import (
     Interval,
     _t_quantile,
     mean_interval,
