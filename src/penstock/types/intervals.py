@@ -43,7 +43,7 @@ def mean_interval(values: Sequence[float], clusters: Sequence[Hashable] | None =
     if count < 2:
         return Interval(-math.inf, math.inf)
     mean = math.fsum(values) / len(values)
-    half = _t_quantile(count - 1) * math.sqrt(_variance_of_mean(values, labels))
+    half = t_quantile(count - 1) * math.sqrt(_variance_of_mean(values, labels))
     return Interval(mean - half, mean + half)
 
 
@@ -143,8 +143,9 @@ def _variance_of_mean(values: Sequence[float], labels: Sequence[Hashable]) -> fl
     return count / (count - 1) * math.fsum(total**2 for total in sums.values()) / len(values) ** 2
 
 
-def _t_quantile(freedom: int) -> float:
+def t_quantile(freedom: int) -> float:
     """The 97.5% quantile of Student's t."""
-    from scipy.special import stdtrit  # here, because it costs a moment that most commands need not pay
+    # Here, because it costs a moment that most commands need not pay.
+    from scipy.special import stdtrit  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
     return float(stdtrit(freedom, 0.975))
