@@ -68,7 +68,8 @@ def child(slots: int, tokens: int, swap_s: float) -> None:
     from penstock.types import WeightVersion
 
     tokenizer = Tokenizer.load("penstock")
-    shape = InitConfig.model_validate(SHAPE | {"vocab_size": tokenizer.vocab_size}).model(tokenizer.vocab_size, "float32")
+    size = tokenizer.vocab_size
+    shape = InitConfig.model_validate(SHAPE | {"vocab_size": size}).model(size, "float32")
     decoders = [Decoder.initialise(shape, jax.random.key(seed)) for seed in range(2)]
     config = EngineConfig(max_slots=slots, max_seq_len=PROMPT_TOKENS + tokens)
     engine = InferenceEngine(decoders[0], WeightVersion(0, 0), tokenizer, config)
