@@ -312,7 +312,7 @@ def test_the_room_of_an_answer_is_that_of_its_sample(directory):  # noqa: F811
             return False
 
     codec = Tokenizer.load(directory("forgetful"))
-    thought = f"<t>{'hm ' * 60}</t>5"
+    thought = f"{'hm ' * 60}5"
     (rollout,), metrics, context = play(Dreamer(template="chat", max_turns=3), [thought] * 3, tokens=400, codec=codec)
     assert (metrics["samples"], metrics["ended_by_turns"]) == (3.0, 1.0), "together they are longer than 400 tokens"
     assert len(rollout.response_tokens) > 400 and rollout.finish_reason == "stop"

@@ -53,10 +53,10 @@ LLAMA3 = (
 )
 FORGETFUL = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}"
-    "{{- message.content.split('</t>')[-1] if message.role == 'assistant' else message.content }}"
+    "{{- message.content[-1:] if message.role == 'assistant' else message.content }}"
     "{{- '<|im_end|>\n' }}{%- endfor %}" + OPEN + "{%- endif %}"
 )
-"""Drops what was thought before ``</t>``, as Qwen3 drops earlier thoughts."""
+"""Keeps only the last character of earlier answers, as Qwen3 drops earlier thoughts."""
 FAMILIES = {
     "forgetful": (FORGETFUL, None, "<|im_end|>"),
     "qwen2.5": (QWEN2_5, None, "<|im_end|>"),
