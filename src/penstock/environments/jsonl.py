@@ -116,6 +116,13 @@ _RESERVED = (
 )  # fmt: skip
 
 
+def read_examples(
+    path: str | Sequence[str], prompt_column: str = "prompt", answer_column: str | None = "answer"
+) -> list[Example]:
+    """The problems of files, for environments of another kind; arguments and errors as of `JsonlEnvironment`."""
+    return _Reader(prompt_column, answer_column, None).examples(read_rows(path, "env_args.path"), str(path))
+
+
 class JsonlEnvironment(GroupScoredEnvironment):
     r"""Problems from files.
 
