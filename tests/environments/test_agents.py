@@ -133,7 +133,7 @@ print()
 def test_a_program_is_given_url_key_and_problem_and_prints_its_reward(served, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # which nothing answers
     context = served(["42"])
-    (rollout,), _ = play(context, Asked(command=[sys.executable, "-c", SCRIPT]))
+    (rollout,), _ = play(context, Asked([sys.executable, "-c", SCRIPT]))
     assert rollout.episode_reward == 0.25
     assert context.calls[0].decoding.stop_strings == ("4",)
     assert context.tokenizer.decode(context.calls[0].prompts[0], False).count("What is 6 times 7?") == 1
@@ -152,12 +152,12 @@ def test_a_program_is_given_url_key_and_problem_and_prints_its_reward(served, mo
 def test_a_program_that_fails_fails_its_group_by_name(served, program, message):
     seconds = 0.5 if "sleep" in program else 60.0
     with pytest.raises(EnvironmentFailure, match=message):
-        play(served(["42"]), Asked(command=[sys.executable, "-c", program], max_seconds=seconds))
+        play(served(["42"]), Asked([sys.executable, "-c", program], max_seconds=seconds))
 
 
 def test_a_program_that_is_not_there_is_named(served):
-    with pytest.raises(EnvironmentFailure, match="env_args.command '/no/agent' cannot be started"):
-        play(served(["42"]), Asked(command=["/no/agent"]))
+    with pytest.raises(EnvironmentFailure, match="env_args.agent '/no/agent' cannot be started"):
+        play(served(["42"]), Asked(["/no/agent"]))
 
 
 @pytest.mark.parametrize(
@@ -250,10 +250,8 @@ def test_a_prompt_that_is_too_long_is_told_to_the_agent(served):
 
 
 def test_arguments_that_make_no_sense_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="give one of agent"):
-        Asked()
-    with pytest.raises(ConfigError, match="give one of agent"):
-        Asked(agents.sampler, command=["x"])
+    with pytest.raises(ConfigError, match="env_args.agent is an empty list"):
+        Asked([])
     with pytest.raises(ConfigError, match="max_seconds is 0"):
         Asked(agents.sampler, max_seconds=0)
     problems = tmp_path / "sums.jsonl"

@@ -320,8 +320,14 @@ def test_the_room_of_an_answer_is_that_of_its_sample(directory):  # noqa: F811
     limits = [call.decoding.max_output_tokens for call in context.calls]
     assert [p + limit for p, limit in zip(lengths, limits, strict=True)] == [lengths[0] + 400] * 3
     assert rollout.longest_sample <= lengths[0] + 400
-    (cut,), metrics, _ = play(Dreamer(template="chat", max_turns=9), ["5" * 150] * 9, tokens=400, codec=codec)
-    assert cut.finish_reason == "length" and metrics["ended_by_tokens"] == 1.0
+
+    class Chatty(Dreamer):
+        def respond(self, conversation):
+            return "go on " * 25
+
+    (cut,), metrics, context = play(Chatty(template="chat", max_turns=9), [thought] * 9, tokens=400, codec=codec)
+    assert (cut.finish_reason, metrics["ended_by_tokens"], metrics["turns"]) == ("length", 1.0, 3.0)
+    assert len(cut.sample_starts) == 3 == len(context.calls), "what was never answered begins no sample"
 
 
 def test_sampled_tokens_are_kept_where_encoding_their_text_would_give_others(directory):  # noqa: F811

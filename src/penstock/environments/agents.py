@@ -11,10 +11,10 @@
     env_class: penstock.environments.AgentEnvironment
     env_args: {agent: my_agents.solve, path: sums.jsonl}
 
-or any program as `command`. Each rollout has a URL and a key of its own (`inference.endpoint: true`), under which it
-may ask whatever it likes, however often: what it was answered is the rollout, token by token. A request whose prompt
-continues what another was asked and answered, *token by token*, goes on in that sample; any other begins a new one
-(`penstock.types.Rollout`). All of it has the reward of the rollout.
+or any program, as a list of words. Each rollout has a URL and a key of its own (`inference.endpoint: true`), under
+which it may ask whatever it likes, however often: what it was answered is the rollout, token by token. A request whose
+prompt continues what another was asked and answered, *token by token*, goes on in that sample; any other begins a new
+one (`penstock.types.Rollout`). All of it has the reward of the rollout.
 
 Agents are the user's own code, with the rights of the run; only their time and what they print are limited. Where a run
 is to go the same way every time (staleness zero), they go one after the other. Not covered: agents that must be fenced
@@ -32,6 +32,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import IO, Any, ClassVar
 
 import numpy as np
@@ -49,8 +50,8 @@ from penstock.environments.example_environment import (
     Task,
     mean_by_name,
 )
-from penstock.environments.jsonl import read_examples
 from penstock.environments.multi_turn import MOST_AT_ONCE, GaveNoAnswer, within
+from penstock.environments.problem_rows import RowReader, read_rows, split_by_prompt
 from penstock.types import (
     AgentContext,
     AgentSession,
@@ -70,7 +71,7 @@ Agent = Callable[[str, str, Example], Any]
 """From a base URL, a key and a problem to what it earned, or to an answer; async or not."""
 
 MOST_PRINTED_BYTES = 64 * 1024
-"""Of a command's output and errors each, the last that are kept."""
+"""Of a program's output and errors each, the last that are kept."""
 _END_S = 10.0
 _READ_BYTES = 8192
 
@@ -80,10 +81,10 @@ class AgentEnvironment(ExampleEnvironment):
 
     Args:
         agent: A function of base URL, key and problem, async or not, or its path (``package.module.function``,
-            ``file.py:function``); what it returns is the reward, or, as text, an answer for `score`.
-        command: A program and its arguments in place of it. It finds ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` in
-            its environment and the problem as one line of JSON on standard input (``prompt``, ``answer``, and columns);
-            the last line that it prints is for `score`.
+            ``file.py:function``); what it returns is the reward, or, as text, an answer for `score`. Or a program with
+            its arguments, as a list: it finds ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` in its environment, the
+            problem as one line of JSON on standard input (``prompt``, ``answer``, and columns), and the last line that
+            it prints is for `score`.
         path: JSONL or Parquet files of problems, where the class has no `examples`.
         prompt_column: Holds what the agent is to do: text or chat messages.
         answer_column: Holds the reference answer; null where there is none.
@@ -91,15 +92,14 @@ class AgentEnvironment(ExampleEnvironment):
         name: Stands on every rollout; None: the name of the class.
 
     Raises:
-        ConfigError: neither or both of agent and command are given, or a file or function cannot be read.
+        ConfigError: a file or function cannot be read, or the program is empty.
     """
 
     has_agents: ClassVar[bool] = True
 
     def __init__(
         self,
-        agent: str | Agent | None = None,
-        command: list[str] | None = None,
+        agent: str | list[str] | Agent,
         path: str | list[str] | None = None,
         prompt_column: str = "prompt",
         answer_column: str | None = "answer",
@@ -107,15 +107,23 @@ class AgentEnvironment(ExampleEnvironment):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        if (agent is None) == (not command):
-            raise ConfigError("env_args: give one of agent (a function) and command (a program with its arguments)")
+        if agent == []:
+            raise ConfigError("env_args.agent is an empty list: name a program and its arguments, or a function")
         if max_seconds <= 0:
             raise ConfigError(f"env_args.max_seconds is {max_seconds}: it must be above 0")
-        self._agent: Agent | None = load_attribute(agent, "env_args.agent") if isinstance(agent, str) else agent
-        self._command = list(command or ())
+        self._agent: Agent | list[str] = load_attribute(agent, "env_args.agent") if isinstance(agent, str) else agent
         self._max_seconds = max_seconds
+        self._path = path
         if path is not None:
-            self.examples = read_examples(path, prompt_column, answer_column)
+            reader = RowReader(prompt_column, answer_column)
+            self.examples = reader.examples(read_rows(path, "env_args.path"), str(path))
+
+    @cached_property
+    @override
+    def _split(self) -> tuple[Sequence[Example], Sequence[Example]]:
+        if self._path is None:
+            return super()._split
+        return split_by_prompt(list(self.examples), self.eval_fraction, str(self._path))
 
     def score(self, example: Example, answer: str) -> float:
         """What an agent's answer is worth; by default it is the number that it says. To be replaced otherwise."""
@@ -175,8 +183,8 @@ class AgentEnvironment(ExampleEnvironment):
         """What the agent returned, or its last line."""
         what = f"the agent about {example.example_id!r}"
         try:
-            if self._agent is None:
-                return self._run(session, example)
+            if isinstance(self._agent, list):
+                return self._run(self._agent, session, example)
             return within(self._max_seconds, _call, self._agent, session, example)
         except (GaveNoAnswer, subprocess.TimeoutExpired) as error:
             raise EnvironmentFailure(f"{what} took longer than max_seconds = {self._max_seconds:g}") from error
@@ -185,18 +193,18 @@ class AgentEnvironment(ExampleEnvironment):
         except Exception as error:  # an agent's own mistake is a counted failure, not the end of the run
             raise EnvironmentFailure(f"{what} raised {type(error).__name__}: {error}") from error
 
-    def _run(self, session: AgentSession, example: Example) -> str:
+    def _run(self, command: Sequence[str], session: AgentSession, example: Example) -> str:
         problem = {**example.columns, "prompt": example.prompt, "answer": example.answer}
         line = json.dumps(problem, default=str, ensure_ascii=False) + "\n"
-        code, printed, errors = _run_command(self._command, line, _variables(session), self._max_seconds)
+        code, printed, errors = _run_command(command, line, _variables(session), self._max_seconds)
         if code:
             raise EnvironmentFailure(
-                f"the agent about {example.example_id!r}, {self._command[0]!r}, ended with exit status {code}: "
+                f"the agent about {example.example_id!r}, {command[0]!r}, ended with exit status {code}: "
                 f"{errors.strip()[-500:] or 'it said nothing'}"
             )
         lines = [each.strip() for each in printed.splitlines() if each.strip()]
         if not lines:
-            raise EnvironmentFailure(f"the agent about {example.example_id!r}, {self._command[0]!r}, printed nothing")
+            raise EnvironmentFailure(f"the agent about {example.example_id!r}, {command[0]!r}, printed nothing")
         return lines[-1]
 
     def _reward(self, example: Example, said: Any) -> float:
@@ -239,11 +247,11 @@ def rollout_of(
 
     Args:
         completions: One or more, in the order of the requests.
-        tokenizer: The policy's.
+        tokenizer: Gives the texts of the tokens.
         decoding: How they were sampled.
         reward: At the last token.
-        env_name: Of the environment.
-        example: The problem.
+        env_name: Of the environment, which stands on it.
+        example: What the agent was asked to solve.
 
     Raises:
         EnvironmentFailure: a request was aborted.
@@ -293,10 +301,11 @@ async def _awaited(made: Awaitable[Any]) -> Any:
 
 
 def _variables(session: AgentSession) -> dict[str, str]:
-    """Of a command; requests to this machine go past any proxy."""
+    """Of a program; requests to this machine go past any proxy, and the run's own secrets stay with the run."""
     around = {name: os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy")}
     direct = {name: ",".join(filter(None, (value, "127.0.0.1", "localhost"))) for name, value in around.items()}
-    return {**os.environ, **direct, "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    return {**own, **direct, "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key}
 
 
 def _run_command(
@@ -315,7 +324,7 @@ def _run_command(
             command, env=dict(variables), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
         )
     except OSError as error:
-        raise EnvironmentFailure(f"env_args.command {command[0]!r} cannot be started: {error}") from error
+        raise EnvironmentFailure(f"env_args.agent {command[0]!r} cannot be started: {error}") from error
     ends = {"out": b"", "err": b""}
     work = [
         threading.Thread(target=_keep_end, args=(process.stdout, ends, "out"), name="agent-output", daemon=True),

@@ -52,7 +52,7 @@ class AgentEndpoint:
 
     Args:
         config: Limits of the engine that is asked in the end.
-        tokenizer: The policy's.
+        tokenizer: The policy's, which renders conversations.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: TextCodec) -> None:

@@ -162,8 +162,8 @@ class Api:
     """The routes that generate, and what goes with them.
 
     Args:
-        engine: What is asked.
-        tokenizer: The policy's.
+        engine: What is asked for tokens.
+        tokenizer: Renders conversations and decodes texts.
         model_name: The only model that it knows; None: it answers to every name.
     """
 
