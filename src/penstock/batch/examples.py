@@ -119,12 +119,16 @@ def sample_starts_of(example: RLExample) -> list[int]:
     return [0, *(np.flatnonzero(np.diff(example.segment_ids)) + 1).tolist()]
 
 
+def sample_spans_of(example: RLExample) -> list[slice]:
+    """The positions of each sample of a rollout's example."""
+    starts = sample_starts_of(example)
+    return [slice(*span) for span in zip(starts, [*starts[1:], None], strict=True)]
+
+
 def samples_of(example: RLExample) -> list[RLExample]:
     """The samples of a rollout's example as examples of one segment each; all have its id."""
-    starts = sample_starts_of(example)
-    if len(starts) == 1:
-        return [example]
-    return [_part(example, slice(*span)) for span in zip(starts, [*starts[1:], None], strict=True)]
+    spans = sample_spans_of(example)
+    return [example] if len(spans) == 1 else [_part(example, span) for span in spans]
 
 
 def longest_sample(example: RLExample) -> int:

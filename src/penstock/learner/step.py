@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Int64, PyTree
 
 from penstock.batch import PackedBatch, Placement, RowShape, pack, place, shapes_for, stack, trainable_tokens, unpack
-from penstock.batch.examples import sample_starts_of, samples_of
+from penstock.batch.examples import sample_spans_of, samples_of
 from penstock.learner.config import LossConfig
 from penstock.learner.critic import ValueHead, ValueTargets, value_token_loss
 from penstock.learner.loss_terms import CriticConfig, KlConfig
@@ -268,11 +268,12 @@ class _Filling(NamedTuple):
 
     def of_samples(self, example: RLExample) -> "list[_Filling]":
         """That of each of the example's samples."""
-        starts = sample_starts_of(example)
-        if len(starts) == 1:
-            return [self]
-        spans = [slice(*span) for span in zip(starts, [*starts[1:], None], strict=True)]
-        return [self._make(each[span] if isinstance(each, np.ndarray) else each for each in self) for span in spans]
+        spans = sample_spans_of(example)
+        return (
+            [self]
+            if len(spans) == 1
+            else [self._make(each[span] if isinstance(each, np.ndarray) else each for each in self) for span in spans]
+        )
 
 
 class _Rows(NamedTuple):
@@ -289,7 +290,7 @@ def _plan(
     examples: Sequence[RLExample], filled: Sequence[_Filling], shapes: Sequence[RowShape], every_token: bool
 ) -> UpdatePlan:
     """The micro-batches of one shape after those of another; rows are counted with those that are all padding."""
-    counts = [len(sample_starts_of(example)) for example in examples]
+    counts = [len(sample_spans_of(example)) for example in examples]
     filled = [part for each, example in zip(filled, examples, strict=True) for part in each.of_samples(example)]
     examples = [sample for example in examples for sample in samples_of(example)]
     found = shapes_for([len(example.tokens) for example in examples], shapes)
