@@ -24,8 +24,9 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from penstock.inference.config import EngineConfig
+from penstock.inference.decoding import ServedWeights, create_cache
 from penstock.inference.dispatch import to_device
-from penstock.inference.model_runner import ONE_DEVICE, ServedWeights, create_cache
+from penstock.inference.model_runner import ONE_DEVICE
 from penstock.inference.scheduler import SlotTable
 from penstock.learner import Learner, LearnerConfig
 from penstock.model.language import Decoder, ModelConfig
