@@ -268,12 +268,10 @@ class _Filling(NamedTuple):
 
     def of_samples(self, example: RLExample) -> "list[_Filling]":
         """That of each of the example's samples."""
-        spans = sample_spans_of(example)
-        return (
-            [self]
-            if len(spans) == 1
-            else [self._make(each[span] if isinstance(each, np.ndarray) else each for each in self) for span in spans]
-        )
+        return [
+            self._make(each[span] if isinstance(each, np.ndarray) else each for each in self)
+            for span in sample_spans_of(example)
+        ]
 
 
 class _Rows(NamedTuple):
