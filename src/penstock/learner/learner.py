@@ -108,9 +108,9 @@ class Learner:
         self._coming_id = ""
         self._step = 0
         self._skipped_in_a_row = 0
+        options = _forward_options(config, decoder)
         self._state = initial_state(config.optimizer, decoder)
         self._reference = ReferenceWeights(config.kl, decoder)
-        options = _forward_options(config, decoder)
         self._warm_start = WarmStart(config, options)
         frozen = config.optimizer.frozen
         self._zeros = compiled.zeros_maker(frozen)
@@ -584,10 +584,11 @@ def _forward_options(config: LearnerConfig, decoder: Decoder) -> compiled.Forwar
     """For the device that holds the parameters, present or described.
 
     Raises:
-        ConfigError: the configured attention cannot act there.
+        ConfigError: the configured attention cannot act there, or nothing can be taken off it.
     """
     device = min(decoder.embedding.sharding.device_set, key=lambda each: each.id)
     platform, capability = platform_named(device.platform), getattr(device, "compute_capability", None)
     capability = None if capability is None else float(capability)
     check_attention(config.attention, platform, decoder.config, capability)
-    return compiled.ForwardOptions(config.remat, config.head_tile_tokens, config.attention, platform)
+    config.check_host_memory(platform)
+    return compiled.ForwardOptions(config.remat, config.head_tile(platform), config.attention, platform)

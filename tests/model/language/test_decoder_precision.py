@@ -15,7 +15,7 @@ from penstock.learner.losses import LossInputs, TokenLoss, policy_token_loss
 from penstock.learner.step import ForwardOptions, LossOptions, accumulate, empty_micro_batch, head_outputs, zeros
 from penstock.model.language.precision import product, rounded
 
-OPTIONS = ForwardOptions(remat=True, head_tile_tokens=7)
+OPTIONS = ForwardOptions(remat="layer", head_tile_tokens=7)
 
 
 def products(jaxpr: Any) -> Iterator[Any]:

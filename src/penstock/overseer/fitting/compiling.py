@@ -161,7 +161,9 @@ class RunShapes:
 
 
 def _placed(leaf: Any, place: SingleDeviceSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    """There, or in the host's memory beside it where it lies so."""
+    where = place.with_memory_kind("pinned_host") if _in_host(leaf) else place
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
 
 def _zeros(model: ModelConfig) -> dict[str, jax.Array]:
@@ -176,8 +178,21 @@ def _without_directories(learner: LearnerConfig) -> LearnerConfig:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Of all arrays or shapes in it."""
-    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """Of all arrays or shapes in it that are on the chip."""
+    return sum(_bytes_of(leaf) for leaf in jax.tree.leaves(tree) if not _in_host(leaf))
+
+
+def host_bytes(tree: Any) -> int:
+    """Of all arrays or shapes in it that are in the host's memory beside the chip."""
+    return sum(_bytes_of(leaf) for leaf in jax.tree.leaves(tree) if _in_host(leaf))
+
+
+def _bytes_of(leaf: Any) -> int:
+    return int(np.prod(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _in_host(leaf: Any) -> bool:
+    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == "pinned_host"
 
 
 class ChipCompiler:
