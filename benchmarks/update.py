@@ -209,7 +209,9 @@ def time_learner(
     learner.compile()
     print(f"  compiled in {time.perf_counter() - started:.1f} s")
     plan = plan_update(examples, config.loss, config.row_shapes, 0)
-    score = compiled.scorer(compiled.ForwardOptions(config.remat, config.head_tile(platform_named(jax.default_backend()))))
+    score = compiled.scorer(
+        compiled.ForwardOptions(config.remat, config.head_tile(platform_named(jax.default_backend())))
+    )
     forward = timings(lambda: [score(decoder, micro_batch) for micro_batch in plan.micro_batches], repeats)
     metrics: list[dict[str, float]] = []
 

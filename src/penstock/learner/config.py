@@ -234,8 +234,8 @@ class OptimizerConfig(FrozenConfig, frozen=True):
             refuse_idle(self, _ADAMW_KEYS, "name is 'adafactor', whose constants are Shazeer and Stern's")
         if self.offload and self.name != "adamw":
             raise ValueError(
-                f"offload is true and name {self.name!r}, whose step needs whole matrices: take adamw, which goes piece "
-                "by piece, or leave offload out"
+                f"offload is true and name {self.name!r}, whose step needs whole matrices: take adamw, which goes "
+                "piece by piece, or leave offload out"
             )
         if self.name != "muon":
             refuse_idle(self, ("momentum",), f"name is {self.name!r}, and it is of 'muon'")

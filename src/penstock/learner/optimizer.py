@@ -233,7 +233,9 @@ def _initial_in_host(config: OptimizerConfig, trained: PyTree) -> OptimizerState
 
     def placed(kind: Any, value: Callable[[], Any]) -> Any:
         place = in_host if kind.ndim else on_chip
-        return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=place) if shapes else jax.device_put(value(), place)
+        return (
+            jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=place) if shapes else jax.device_put(value(), place)
+        )
 
     moments = jax.tree.map(lambda kind: placed(kind, lambda: np.zeros(kind.shape, kind.dtype)), kinds.adam)
     if kinds.master is None:
@@ -348,19 +350,18 @@ def _moved_by_pieces(
     count = jnp.where(stride.finite, optax.safe_increment(adam.count), adam.count)
     adam = optax.ScaleByAdamState(count, structure.unflatten(mu), structure.unflatten(nu))
     kept = None if state.master is None else structure.unflatten(master)
-    changed = sum(changes, jnp.zeros((), jnp.float32)) / max(sum(leaf.size for leaf in own), 1)
+    changed = sum(changes, jnp.zeros((), jnp.float32)) / max(float(sum(leaf.size for leaf in own)), 1.0)
     chain = (*state.adam[:index], adam, *state.adam[index + 1 :])
     return structure.unflatten(own), OptimizerState(chain, kept), changed
 
 
-_WHOLE, _MOST_PIECES = 2**20, 64
-"""Elements that are a piece by themselves; and into how many a larger array is cut at most."""
+_WHOLE, _MOST_PIECES, _TILE_ROWS = 2**20, 64, 16
+"""Elements that are a piece by themselves; into how many a larger array is cut at most; rows of a TPU's tile."""
 
 
 def _in_pieces(step: Callable[[_Piece], _Piece], whole: _Piece) -> _Piece:
     """The step over pieces of the first axis, each after the other, as many as divide it."""
-    shape = whole.own.shape
-    count = max(n for n in range(1, _MOST_PIECES + 1) if shape and shape[0] % n == 0) if whole.own.size > _WHOLE else 1
+    shape, count = whole.own.shape, _piece_count(whole.own.shape)
     if count == 1:
         return step(whole)
     cut = jax.tree.map(lambda leaf: leaf.reshape(count, shape[0] // count, *shape[1:]), whole)
@@ -370,6 +371,14 @@ def _in_pieces(step: Callable[[_Piece], _Piece], whole: _Piece) -> _Piece:
     return joined._replace(gradient=changed)
 
 
+def _piece_count(shape: tuple[int, ...]) -> int:
+    """Into how many parts an array is cut; a matrix into whole tiles of rows, so that nothing is copied for it."""
+    if math.prod(shape) <= _WHOLE:
+        return 1
+    tile = _TILE_ROWS if len(shape) == 2 else 1
+    return max(n for n in range(1, _MOST_PIECES + 1) if n == 1 or shape[0] % (n * tile) == 0)
+
+
 def _move_piece(config: OptimizerConfig, name: str, count: Array, stride: _Stride, piece: _Piece) -> _Piece:
     """`transformation` of a part of one array, by the gradient's norm over all."""
     gradient, (mu, nu, kept) = piece.gradient, jax.device_put(piece[2:], jax.memory.Space.Device)
@@ -377,7 +386,8 @@ def _move_piece(config: OptimizerConfig, name: str, count: Array, stride: _Strid
         clipped = gradient / stride.grad_norm * config.max_grad_norm
         gradient = jnp.where(stride.grad_norm < config.max_grad_norm, gradient, clipped)
     master = piece.own if kept is None else kept
-    direction, adam = _adam(config).update(gradient, optax.ScaleByAdamState(count, mu, nu), master)
+    made: Any = _adam(config).update(gradient, optax.ScaleByAdamState(count, mu, nu), master)
+    direction, adam = made
     if config.weight_decay and not name.endswith(_SPARED):
         direction = direction + config.weight_decay * master
     moved = jnp.where(stride.finite, master - stride.rate * (config.rate_of(name) * direction), master)
@@ -403,11 +413,11 @@ def direction_of(config: OptimizerConfig, parameters: PyTree, state: OptimizerSt
 
 def _changed_fraction(before: PyTree, after: PyTree, moves: PyTree) -> Float32[Array, ""]:
     """Of the elements of all arrays that move."""
-    changed, size = jnp.zeros((), jnp.float32), 0
+    changed, size = jnp.zeros((), jnp.float32), 0.0  # not an integer, which a model may exceed
     for old, new, moving in zip(*map(jax.tree.leaves, (before, after, moves)), strict=True):
         if moving:
             changed, size = changed + jnp.sum(old != new, dtype=jnp.float32), size + old.size
-    return changed / max(size, 1)
+    return changed / max(size, 1.0)
 
 
 def beside_base(config: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
