@@ -109,9 +109,9 @@ class Learner:
         self._coming_id = ""
         self._step = 0
         self._skipped_in_a_row = 0
+        options = _forward_options(config, decoder)
         self._state = initial_state(config.optimizer, decoder)
         self._reference = ReferenceWeights(config.kl, decoder)
-        options = _forward_options(config, decoder)
         self._warm_start = WarmStart(config, options)
         frozen = config.optimizer.frozen
         self._zeros = compiled.zeros_maker(frozen)
@@ -589,12 +589,13 @@ def _forward_options(config: LearnerConfig, decoder: Decoder) -> compiled.Forwar
     """For the device that holds the parameters, present or described.
 
     Raises:
-        ConfigError: the configured attention cannot act there.
+        ConfigError: the configured attention cannot act there, or nothing can be taken off it.
     """
     placed = decoder.embedding.sharding  # None of shapes that are of no device
     device = jax.devices()[0] if placed is None else min(placed.device_set, key=lambda each: each.id)
     platform, capability = platform_named(device.platform), getattr(device, "compute_capability", None)
     capability = None if capability is None else float(capability)
     check_attention(config.attention, platform, decoder.config, capability)
-    dtype = decoder.config.dtype
-    return compiled.ForwardOptions(config.remat, config.head_tile_tokens, config.attention, platform, dtype)
+    config.check_host_memory(platform)
+    tile, dtype = config.head_tile(platform), decoder.config.dtype
+    return compiled.ForwardOptions(config.remat, tile, config.attention, platform, dtype)

@@ -39,7 +39,7 @@ from penstock.learner.losses import (
 )
 from penstock.learner.optimizer import OptimizerState, join_frozen, split_frozen
 from penstock.model.language import Decoder, Segments
-from penstock.model.language.attention_choice import AttentionChoice, Platform, attention_kernel
+from penstock.model.language.attention_choice import AttentionChoice, Platform, Remat, attention_kernel
 from penstock.model.programs import light_compilation
 from penstock.types import RLExample
 
@@ -368,7 +368,7 @@ ProximalSource = Literal["current", "stored", "behaviour"]
 class ForwardOptions(NamedTuple):
     """How the forward pass trades memory for time, see `LearnerConfig`, and what it is compiled for."""
 
-    remat: bool
+    remat: Remat
     head_tile_tokens: int
     attention: AttentionChoice = "auto"
     platform: Platform = "cpu"
