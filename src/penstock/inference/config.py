@@ -107,6 +107,8 @@ class InferenceConfig(EngineConfig):
         tls_key: File with its key, not encrypted.
         tls_ca: File with the certificates that clients trust (PEM); None trusts those of the system.
         max_waiting: Requests that one server keeps waiting; beyond, it refuses, and the client waits or goes elsewhere.
+        endpoint: Opens the policy to agents (`penstock.environments.AgentEnvironment`): whoever plays a lesson's
+            rollouts listens on this machine's loopback address, with a key for each rollout.
     """
 
     servers: int = Field(default=1, ge=1)
@@ -115,6 +117,7 @@ class InferenceConfig(EngineConfig):
     tls_key: Path | None = None
     tls_ca: Path | None = None
     max_waiting: int = Field(default=1024, gt=0)
+    endpoint: bool = False
 
     @model_validator(mode="after")
     def _certificate_and_key(self) -> "InferenceConfig":

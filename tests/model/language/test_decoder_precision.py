@@ -18,7 +18,7 @@ from penstock.learner.step import ForwardOptions, LossOptions, accumulate, empty
 from penstock.model.language.attention import Pages
 from penstock.model.language.precision import product, rounded
 
-OPTIONS = ForwardOptions(remat=True, head_tile_tokens=7)
+OPTIONS = ForwardOptions(remat="layer", head_tile_tokens=7)
 
 
 def products(jaxpr: Any) -> Iterator[Any]:
