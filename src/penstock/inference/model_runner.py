@@ -223,6 +223,11 @@ class ModelRunner:
         """Positions that fit into the cache at present."""
         return self._cache.window
 
+    @property
+    def cache(self) -> KVCache:
+        """As the last program leaves it; donated to the next one."""
+        return self._cache
+
     def prepare(self, decoder: Decoder) -> ServedWeights:
         """Weights as the programs take them, on their devices; what is served stays as it is. For any thread."""
         return self._prepared(decoder, self._weights)
