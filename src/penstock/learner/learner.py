@@ -37,6 +37,7 @@ from penstock.learner.metrics import (
 from penstock.learner.optimizer import (
     AppliedUpdate,
     OptimizerState,
+    WarmStart,
     applier,
     beside_base,
     from_named,
@@ -60,7 +61,6 @@ from penstock.learner.step import (
     score_plan,
     scored_lengths,
 )
-from penstock.learner.warm_start import WarmStart
 from penstock.model.language import Decoder, named_arrays, save_decoder
 from penstock.model.language.adapter import base_digest
 from penstock.model.language.attention_choice import check_attention, platform_named
@@ -112,8 +112,8 @@ class Learner:
         options = _forward_options(config, decoder)
         self._state = initial_state(config.optimizer, decoder)
         self._reference = ReferenceWeights(config.kl, decoder)
-        self._warm_start = WarmStart(config, options)
         frozen = config.optimizer.frozen
+        self._warm_start = WarmStart(config, compiled.supervised_accumulator(options, frozen))
         self._zeros = compiled.zeros_maker(frozen)
         self._critic = Critic(config, decoder.config.hidden_size)
         sources = _proximal_source(config), config.kl, config.critic
