@@ -592,7 +592,7 @@ def _forward_options(config: LearnerConfig, decoder: Decoder) -> compiled.Forwar
         ConfigError: the configured attention cannot act there, or nothing can be taken off it.
     """
     placed = decoder.embedding.sharding  # None of shapes that are of no device
-    device = jax.devices()[0] if placed is None else min(placed.device_set, key=lambda each: each.id)
+    device = min(placed.device_set if placed else jax.devices(), key=lambda each: each.id)
     platform, capability = platform_named(device.platform), getattr(device, "compute_capability", None)
     capability = None if capability is None else float(capability)
     check_attention(config.attention, platform, decoder.config, capability)
