@@ -197,11 +197,23 @@ def _why_missing(views: RunViews, name: str) -> str:
 
 
 def _uses(views: RunViews, records: dict[str, RolloutRecord]) -> dict[str, tuple[BatchUse, ...]]:
-    """The batches of each rollout; a batch row may be shared by several."""
+    """The batches of each rollout."""
     if not records:
         return {}
     survives = dict(views.select("SELECT DISTINCT batch_id, survives FROM uses").rows())
-    table = views.files.read_uses(list(records))
+    return uses_in(views.files.read_uses(list(records)), survives, records)
+
+
+def uses_in(
+    table: pa.Table, survives: dict[str, bool], records: dict[str, RolloutRecord]
+) -> dict[str, tuple[BatchUse, ...]]:
+    """What some rows of batch files say of some rollouts, the oldest use first.
+
+    Args:
+        table: Rows of batch files; one may be shared by several rollouts.
+        survives: By batch, whether the newest life of the run descends from its update.
+        records: The rollouts, by id.
+    """
     uses: dict[str, list[BatchUse]] = {rollout_id: [] for rollout_id in records}
     for row, example in enumerate(examples_from_table(table)):
         for segment, rollout_id in enumerate(example.rollout_ids, start=1):

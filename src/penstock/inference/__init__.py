@@ -8,13 +8,14 @@ if TYPE_CHECKING:
     from penstock.inference.config import EngineConfig, ServeConfig
     from penstock.inference.context import EngineContext
     from penstock.inference.engine import InferenceEngine
-    from penstock.inference.http_server import HttpServer, serve
+    from penstock.inference.http_server import HttpServer
     from penstock.inference.remote_context import RemoteContext
     from penstock.inference.routing import Server
     from penstock.inference.scripted import ScriptedContext
     from penstock.inference.sequence import GenerationRequest
     from penstock.inference.server import create_app
     from penstock.inference.server_pool import ServerPool
+    from penstock.inference.serving import serve
 
 _EXPORTS = {
     "AccessRules": "access",
@@ -29,7 +30,7 @@ _EXPORTS = {
     "Server": "routing",
     "ServerPool": "server_pool",
     "create_app": "server",
-    "serve": "http_server",
+    "serve": "serving",
 }
 
 __all__ = [

@@ -77,7 +77,7 @@ class Learner:
 
     Args:
         decoder: Initial parameters; never donated, never changed. Shapes in their place make a learner whose programs
-            can be lowered, and nothing else.
+            can be lowered and compiled, and nothing else; those of no device are for JAX's default one.
         config: Losses, optimiser and batch sizes of the learner.
         total_steps: Updates of the run, for the learning rate's course.
         seed: The run's seed; shuffles the minibatches.
@@ -586,9 +586,11 @@ def _forward_options(config: LearnerConfig, decoder: Decoder) -> compiled.Forwar
     Raises:
         ConfigError: the configured attention cannot act there, or nothing can be taken off it.
     """
-    device = min(decoder.embedding.sharding.device_set, key=lambda each: each.id)
+    placed = decoder.embedding.sharding  # None of shapes that are of no device
+    device = jax.devices()[0] if placed is None else min(placed.device_set, key=lambda each: each.id)
     platform, capability = platform_named(device.platform), getattr(device, "compute_capability", None)
     capability = None if capability is None else float(capability)
     check_attention(config.attention, platform, decoder.config, capability)
     config.check_host_memory(platform)
-    return compiled.ForwardOptions(config.remat, config.head_tile(platform), config.attention, platform)
+    tile, dtype = config.head_tile(platform), decoder.config.dtype
+    return compiled.ForwardOptions(config.remat, tile, config.attention, platform, dtype)

@@ -39,6 +39,7 @@ from penstock.learner.losses import (
 from penstock.learner.optimizer import OptimizerState, join_frozen, split_frozen
 from penstock.model.language import Decoder, Segments
 from penstock.model.language.attention_choice import AttentionChoice, Platform, Remat, attention_kernel
+from penstock.model.programs import light_compilation
 from penstock.types import RLExample
 
 
@@ -368,6 +369,7 @@ class ForwardOptions(NamedTuple):
     head_tile_tokens: int
     attention: AttentionChoice = "auto"
     platform: Platform = "cpu"
+    dtype: str = "float32"
 
 
 _NO_KL, _NO_CRITIC = KlConfig(), CriticConfig()
@@ -450,7 +452,8 @@ def supervised_accumulator(options: ForwardOptions, frozen: tuple[str, ...] = ()
 
 
 def _accumulator(loss: LossOptions, options: ForwardOptions, frozen: tuple[str, ...]) -> Any:
-    return jax.jit(partial(accumulate, loss, options, frozen=frozen), donate_argnums=1)
+    light = light_compilation(options.platform, options.dtype)
+    return jax.jit(partial(accumulate, loss, options, frozen=frozen), donate_argnums=1, compiler_options=light)
 
 
 @cache

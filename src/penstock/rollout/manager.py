@@ -130,7 +130,7 @@ class RolloutManager:
         """
         # Imported here: rollout workers have no engine, and load no JAX.
         from penstock.inference import EngineContext, InferenceEngine
-        from penstock.inference.http_server import model_directory
+        from penstock.inference.serving import model_directory
         from penstock.model.arrays import shapes_of
         from penstock.model.language import PolicyConfig, load_policy, with_named_arrays
         from penstock.text import Tokenizer

@@ -14,8 +14,8 @@ import httpx
 
 from penstock.curriculum import Curriculum
 from penstock.inference import RemoteContext, ServerPool
-from penstock.inference.http_server import model_directory
 from penstock.inference.routing import Server
+from penstock.inference.serving import model_directory
 from penstock.model.language import load_policy
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluation_report import LessonReport

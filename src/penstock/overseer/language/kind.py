@@ -5,17 +5,20 @@ load → parity probe → evaluate untrained → warm start, probed again → ev
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, final
 
+import jax
+
 from penstock.environments import Environment, load_environment
-from penstock.learner import Learner, load_checkpoint
+from penstock.learner import Learner, LearnerConfig, load_checkpoint
 from penstock.learner.checkpoints import read_state
 from penstock.learner.reference import check_reference
-from penstock.model.language import load_policy, named_arrays
+from penstock.model.language import Decoder, load_policy, named_arrays
 from penstock.model.language.config import ModelConfig, read_shape
 from penstock.model.language.decoder import decoder_digests
-from penstock.model.programs import Programs
+from penstock.model.programs import LazyPrograms, Programs
 from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_workers
 from penstock.overseer.estimate import model_shape
@@ -46,8 +49,31 @@ from penstock.overseer.supervisor.member import ComponentSpec
 from penstock.overseer.supervisor.scaling import SpecMaker
 from penstock.overseer.tasks import LocalComponent
 from penstock.overseer.trainer import LearnerComponent
-from penstock.text import Tokenizer, same_tokenizer
-from penstock.types import CheckpointError, ConfigError
+from penstock.text import Tokenizer, same_tokenizer, vocabulary_size
+from penstock.types import CheckpointError, ConfigError, PenstockError
+
+
+def _expected_shape(config: RunConfig) -> ModelConfig | None:
+    """Of the policy, without what takes time to read; None where something is to be told of it when it is read."""
+    policy = config.model
+    if config.learner.kl.directory is not None:
+        return None
+    try:
+        if policy.directory is not None:
+            return read_shape(str(policy.directory), policy.dtype, policy.base, policy.lora)
+        size = vocabulary_size(policy.tokenizer_path)
+        return policy.init.model(size, policy.dtype) if policy.init is not None and size else None
+    except PenstockError:  # whoever loads it says it better
+        return None
+
+
+def _compiling(model: ModelConfig, config: LearnerConfig) -> LazyPrograms:
+    """A learner's programs, being compiled from the shapes of what it will train."""
+    shapes = {name: jax.ShapeDtypeStruct(shape, model.dtype) for name, shape in model.parameter_shapes().items()}
+    decoder = jax.eval_shape(partial(Decoder.from_arrays, model), shapes)
+    programs = LazyPrograms(Learner(decoder, config, total_steps=1).programs(), lambda told: None)
+    programs.compile()
+    return programs
 
 
 def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
@@ -267,11 +293,18 @@ class LanguageKind:
         check_reference_directory(config, shape)
 
     def begin(self, config: RunConfig) -> RunStart:
-        """Decoder and tokenizer."""
-        tokenizer = Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs)
-        policy = load_policy(config.model, config.seed, tokenizer)
-        check_reference_directory(config, policy.config)
-        return RunStart(policy, tokenizer)
+        """Decoder and tokenizer; the learner's programs are compiled while they are loaded."""
+        shape = _expected_shape(config)
+        begun = None if shape is None else _compiling(shape, config.learner)
+        try:
+            tokenizer = Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs)
+            policy = load_policy(config.model, config.seed, tokenizer)
+            check_reference_directory(config, policy.config)
+        except BaseException:
+            if begun is not None:
+                begun.drop()
+            raise
+        return RunStart(policy, tokenizer, begun=begun if policy.config == shape else None)
 
     def resume(self, config: RunConfig, checkpoint: Path) -> RunStart:
         """The checkpoint's decoder and tokenizer."""
