@@ -579,9 +579,8 @@ def _compiling(lowered: Mapping[str, Callable[[], Any]]) -> Programs:
 
 
 def _proximal_source(config: LearnerConfig) -> compiled.ProximalSource:
-    if config.proximal == "behaviour":
-        return "behaviour"
-    return "stored" if config.recomputes_proximal else "current"
+    computed = "stored" if config.recomputes_proximal else "current"
+    return "behaviour" if config.proximal == "behaviour" else computed
 
 
 def _forward_options(config: LearnerConfig, decoder: Decoder) -> compiled.ForwardOptions:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Bool, Float32, PyTree
 
 from penstock.learner.config import STACKED, LearnerConfig, OptimizerConfig
@@ -226,7 +227,8 @@ def _are_shapes(tree: PyTree) -> bool:
 
 def _initial_in_host(config: OptimizerConfig, trained: PyTree) -> OptimizerState:
     """The same in the host's memory, but for the counter; of no array more than one is on the chip meanwhile."""
-    on_chip = jax.tree.leaves(trained)[0].sharding
+    placed = jax.tree.leaves(trained)[0].sharding  # None of shapes that are of no device
+    on_chip = SingleDeviceSharding(jax.devices()[0]) if placed is None else placed
     in_host = on_chip.with_memory_kind(_HOST)
     whole, shapes = config.model_copy(update={"offload": False, "frozen": ()}), _are_shapes(trained)
     kinds = jax.eval_shape(partial(initial_state, whole), trained)
