@@ -106,8 +106,7 @@ class Learner:
         self.coming: Callable[[int], TrainingBatch | None] = lambda step: None
         self._ahead: tuple[str, UpdatePlan] | None = None  # of the batch with that id
         self._coming_id = ""
-        self._step = 0
-        self._skipped_in_a_row = 0
+        self._step, self._skipped_in_a_row = 0, 0
         options = _forward_options(config, decoder)
         self._state = initial_state(config.optimizer, decoder)
         self._reference = ReferenceWeights(config.kl, decoder)
