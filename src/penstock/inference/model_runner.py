@@ -288,9 +288,11 @@ class ModelRunner:
             if rows < slots or window > page_positions(window):
                 yield _PAGES.format(rows, window), rows, "pages"
 
-    def _decode_shape(self, rows: HostRows) -> tuple[str, int, DecodeKernel]:
-        """That of the program for what is live: a function of nothing else."""
+    def _decode_shape(self, rows: HostRows, first: bool = False) -> tuple[str, int, DecodeKernel]:
+        """That of the program for what is live: a function of nothing else, and of whether a run begins."""
         slots, window, live = self._config.max_slots, self.window, rows["budget"] > 0
+        if first and self._lazy is not None:
+            return _DECODE.format(window), slots, "dense"
         count = next(b for b in self._config.decode_buckets if b >= live.sum()) if self._by_pages else slots
         size = page_positions(window)
         reach = (rows["positions"] + np.minimum(rows["budget"], self._steps))[live]
@@ -309,13 +311,15 @@ class ModelRunner:
         moves = Moves.of(sources, self._config.max_slots, self.window)
         self._cache = jax.tree.map(lambda cached: self._programs.fork(cached, moves), self._cache)
 
-    def decode(self, rows: HostRows) -> HostSamples:
+    def decode(self, rows: HostRows, first: bool = False) -> HostSamples:
         """Runs one dispatch and waits for it.
 
         Args:
             rows: Of every slot.
+            first: Whether the weights are a run's first. Where programs are compiled when they are needed, all rows
+                then run whatever is live, so that what a run does before its first update needs one program.
         """
-        return self._decode(rows, *self._decode_shape(rows))
+        return self._decode(rows, *self._decode_shape(rows, first))
 
     def _decode(self, rows: HostRows, name: str, count: int, kernel: DecodeKernel) -> HostSamples:
         self._need(name)
@@ -353,7 +357,6 @@ class ModelRunner:
         for rows, length in sorted(self._prefill_shapes(smallest), key=lambda shape: (shape[1], -shape[0]))[:1]:
             first += [_PREFILL.format(rows, length), _INSERT.format(rows, length, smallest)]
         self._lazy.compile(first, urgent=True)
-        self._lazy.compile(name for name, _, kernel in self._decode_shapes(smallest) if kernel == "pages")
         for window, wider in pairwise(self._windows):
             self._lazy.compile([_RESIZE.format(window, wider), _DECODE.format(wider)])
         return self._lazy
