@@ -170,10 +170,12 @@ def test_the_program_of_a_dispatch_is_chosen_by_what_is_live_alone(decoder, conf
 def test_a_runs_first_weights_decode_all_rows_where_programs_are_compiled_when_they_are_needed(decoder, config):
     shapes = config.model_copy(update={"max_slots": 6, "max_seq_len": 300, "decode_rows": (1, 2), "windows": (128,)})
     runner, one = ModelRunner(decoder, shapes), rows_of({5: 100})
-    assert runner._decode_shape(one, first=True)[1] == 1
+    runner.first = True
+    assert runner._decode_shape(one)[1] == 1
     lazy = runner.begin(SlotTable(6, 2).rows, lambda told: None)
-    assert runner._decode_shape(one, first=True) == ("decode, window 128", 6, "dense")
-    assert runner._decode_shape(one, first=False)[1] == 1
+    assert runner._decode_shape(one) == ("decode, window 128", 6, "dense")
+    runner.first = False
+    assert runner._decode_shape(one)[1] == 1
     assert lazy is not None
     lazy.drop()
 

@@ -204,6 +204,10 @@ class ModelRunner:
         decoder: The first weights.
         config: Shapes, and over how many devices.
 
+    Attributes:
+        first: Whether the weights are a run's first. Where programs are compiled when they are needed, all rows then
+            run whatever is live, so that what a run does before its first update needs one program of decoding.
+
     Raises:
         ConfigError: the model cannot be split over that many devices, or there are fewer.
     """
@@ -215,6 +219,7 @@ class ModelRunner:
         self._split = ModelSplit.over(decoder.config, devices, config.section) if devices > 1 else None
         self._programs = ONE_DEVICE if self._split is None else split_programs(self._split)
         self._lazy: LazyPrograms | None = None
+        self.first = False
         self._weights = self._prepared(decoder, None)
         self._cache = self._programs.create(decoder.config, config.max_slots, self._windows[0])
 
@@ -288,10 +293,10 @@ class ModelRunner:
             if rows < slots or window > page_positions(window):
                 yield _PAGES.format(rows, window), rows, "pages"
 
-    def _decode_shape(self, rows: HostRows, first: bool = False) -> tuple[str, int, DecodeKernel]:
+    def _decode_shape(self, rows: HostRows) -> tuple[str, int, DecodeKernel]:
         """That of the program for what is live: a function of nothing else, and of whether a run begins."""
         slots, window, live = self._config.max_slots, self.window, rows["budget"] > 0
-        if first and self._lazy is not None:
+        if self.first and self._lazy is not None:
             return _DECODE.format(window), slots, "dense"
         count = next(b for b in self._config.decode_buckets if b >= live.sum()) if self._by_pages else slots
         size = page_positions(window)
@@ -311,15 +316,13 @@ class ModelRunner:
         moves = Moves.of(sources, self._config.max_slots, self.window)
         self._cache = jax.tree.map(lambda cached: self._programs.fork(cached, moves), self._cache)
 
-    def decode(self, rows: HostRows, first: bool = False) -> HostSamples:
+    def decode(self, rows: HostRows) -> HostSamples:
         """Runs one dispatch and waits for it.
 
         Args:
             rows: Of every slot.
-            first: Whether the weights are a run's first. Where programs are compiled when they are needed, all rows
-                then run whatever is live, so that what a run does before its first update needs one program.
         """
-        return self._decode(rows, *self._decode_shape(rows, first))
+        return self._decode(rows, *self._decode_shape(rows))
 
     def _decode(self, rows: HostRows, name: str, count: int, kernel: DecodeKernel) -> HostSamples:
         self._need(name)

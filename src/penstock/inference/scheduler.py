@@ -465,7 +465,8 @@ class RunningBatch:
             return []
         started = time.monotonic()
         running = list(self._slots.occupied())
-        sampled = self._runner.decode(self._slots.rows, first=version.step == 0)
+        self._runner.first = version.step == 0
+        sampled = self._runner.decode(self._slots.rows)
         ended = self._slots.advance(sampled, version)
         self._meter.add_tokens(running, sampled.count)
         for slot, _ in ended:
