@@ -167,6 +167,19 @@ def test_the_program_of_a_dispatch_is_chosen_by_what_is_live_alone(decoder, conf
     assert runner._decode_shape(rows_of(ragged | {1: 130, 2: 128})) == ("decode, window 300", 6, "dense")
 
 
+def test_a_runs_first_weights_decode_all_rows_where_programs_are_compiled_when_they_are_needed(decoder, config):
+    shapes = config.model_copy(update={"max_slots": 6, "max_seq_len": 300, "decode_rows": (1, 2), "windows": (128,)})
+    runner, one = ModelRunner(decoder, shapes), rows_of({5: 100})
+    runner.first = True
+    assert runner._decode_shape(one)[1] == 1
+    lazy = runner.begin(SlotTable(6, 2).rows, lambda told: None)
+    assert runner._decode_shape(one) == ("decode, window 128", 6, "dense")
+    runner.first = False
+    assert runner._decode_shape(one)[1] == 1
+    assert lazy is not None
+    lazy.drop()
+
+
 @pytest.mark.parametrize("lengths", [{3: 7}, {1: 140, 4: 3}, {0: 290, 1: 3, 2: 130, 5: 20}])
 def test_few_rows_and_pages_sample_what_all_slots_sample(decoder, config, lengths):
     shapes = config.model_copy(update={"max_slots": 6, "max_seq_len": 300, "decode_rows": (1, 2), "windows": (300,)})

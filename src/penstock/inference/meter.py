@@ -1,4 +1,4 @@
-"""What an engine counts and measures, for other threads to read: totals, the recent rate, and how long responses wait."""
+"""What an engine counts and measures, for other threads to read: totals, the recent rate, and waits of responses."""
 
 import threading
 import time

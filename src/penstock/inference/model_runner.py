@@ -209,6 +209,10 @@ class ModelRunner:
         decoder: The first weights.
         config: Shapes, and over how many devices.
 
+    Attributes:
+        first: Whether the weights are a run's first. Where programs are compiled when they are needed, all rows then
+            run whatever is live, so that what a run does before its first update needs one program of decoding.
+
     Raises:
         ConfigError: the model cannot be split over that many devices, or there are fewer.
     """
@@ -220,6 +224,7 @@ class ModelRunner:
         self._split = ModelSplit.over(decoder.config, devices, config.section) if devices > 1 else None
         self._programs = ONE_DEVICE if self._split is None else split_programs(self._split)
         self._lazy: LazyPrograms | None = None
+        self.first = False
         self._weights = self._prepared(decoder, None)
         self._cache = self._programs.create(decoder.config, config.max_slots, self._windows[0])
 
@@ -269,9 +274,9 @@ class ModelRunner:
         self._cache = jax.tree.map(lambda *arrays: self._programs.insert(*arrays, moves), self._cache, prefilled)
 
     @property
-    def chunk(self) -> int | None:
-        """Prompts whose padded length is greater are prefilled by `extend`, so many tokens at once; None: no prompt."""
-        return self._config.prefill_chunk if self._by_pages else None
+    def whole(self) -> int | None:
+        """Prompts whose padded length is greater are prefilled by `extend`, chunk by chunk; None: no prompt."""
+        return 2 * self._config.prefill_chunk if self._by_pages else None
 
     def extend(self, tokens: Int32[np.ndarray, " length"], slot: int, start: int) -> None:
         """Adds up to a chunk of a prompt to what its slot holds, from that position on."""
@@ -307,8 +312,10 @@ class ModelRunner:
                 yield _PAGES.format(rows, window), rows, "pages"
 
     def _decode_shape(self, rows: HostRows) -> tuple[str, int, DecodeKernel]:
-        """That of the program for what is live: a function of nothing else."""
+        """That of the program for what is live: a function of nothing else, and of whether a run begins."""
         slots, window, live = self._config.max_slots, self.window, rows["budget"] > 0
+        if self.first and self._lazy is not None:
+            return _DECODE.format(window), slots, "dense"
         count = next(b for b in self._config.decode_buckets if b >= live.sum()) if self._by_pages else slots
         size = page_positions(window)
         reach = (rows["positions"] + np.minimum(rows["budget"], self._steps))[live]
@@ -371,7 +378,6 @@ class ModelRunner:
         for rows, length in sorted(self._prefill_shapes(smallest), key=lambda shape: (shape[1], -shape[0]))[:1]:
             first += [_PREFILL.format(rows, length), _INSERT.format(rows, length, smallest)]
         self._lazy.compile(first, urgent=True)
-        self._lazy.compile(name for name, _, kernel in self._decode_shapes(smallest) if kernel == "pages")
         for window, wider in pairwise(self._windows):
             self._lazy.compile([_RESIZE.format(window, wider), _DECODE.format(wider)])
         return self._lazy
@@ -463,10 +469,10 @@ class ModelRunner:
 
     def _prefill_shapes(self, window: int) -> Iterator[tuple[int, int]]:
         for length in self._config.prefill_buckets:
-            if length <= min(window, self.chunk or window):
+            if length <= min(window, self.whole or window):
                 yield from ((rows, length) for rows in self._config.prefill_row_counts(length))
 
     def _extends(self, window: int) -> bool:
         """Whether prompts that are prefilled by chunks fit into that window."""
-        buckets, chunk = self._config.prefill_buckets, self.chunk
-        return chunk is not None and buckets[-1] > chunk and window > max([0, *(b for b in buckets if b <= chunk)])
+        buckets, whole = self._config.prefill_buckets, self.whole
+        return whole is not None and buckets[-1] > whole and window > max([0, *(b for b in buckets if b <= whole)])

@@ -109,7 +109,7 @@ def plan_admission(
     prefixes: PrefixIndex,
     config: EngineConfig,
     version: WeightVersion,
-    chunk: int | None = None,
+    whole: int | None = None,
 ) -> AdmissionPlan:
     """Decides how each assigned slot gets its prompt's cache, and records it in the index.
 
@@ -120,7 +120,7 @@ def plan_admission(
         prefixes: What lies where.
         config: Shapes.
         version: Of the weights that prefill.
-        chunk: `ModelRunner.chunk`.
+        whole: `ModelRunner.whole`.
     """
     fork: dict[int, tuple[int, int]] = {}
     fresh: dict[bytes, list[int]] = defaultdict(list)
@@ -133,7 +133,7 @@ def plan_admission(
         elif len(prompt) > 1:
             fresh[prompt.tobytes()].append(slot)
             prompts[prompt.tobytes()] = prompt
-    prefills, long = _divided(prompts, fresh, config, version, chunk)
+    prefills, long = _divided(prompts, fresh, config, version, whole)
     later = {slot for filling in long for slot in filling.slots}
     for slot, prompt in missing:
         if slot not in later:
@@ -147,10 +147,10 @@ def _divided(
     slots_of: dict[bytes, list[int]],
     config: EngineConfig,
     version: WeightVersion,
-    chunk: int | None,
+    whole: int | None,
 ) -> tuple[tuple[Prefill, ...], tuple[Filling, ...]]:
     """Those that are prefilled at once, and those by chunks."""
-    long = [key for key, text in texts.items() if chunk is not None and padded_length(len(text), config) > chunk]
+    long = [key for key, text in texts.items() if whole is not None and padded_length(len(text), config) > whole]
     short = {key: text for key, text in texts.items() if key not in long}
     fillings = (Filling(texts[key], slots_of[key], version) for key in long)
     return _batch(short, slots_of, config), tuple(fillings)
@@ -375,7 +375,7 @@ class RunningBatch:
         if fresh_start:
             self._prefixes.clear()
         assigned = self._place(arrivals)
-        admission = plan_admission(assigned, self._prefixes, self._config, version, self._runner.chunk)
+        admission = plan_admission(assigned, self._prefixes, self._config, version, self._runner.whole)
         self._hold(admission.long)
         self._fit_window(admission, fresh_start)
         self._fill(admission)
@@ -411,7 +411,7 @@ class RunningBatch:
                 texts[text.tobytes()] = text
                 response.prefilled_by = version
         self._fillings.clear()
-        prefills, long = _divided(texts, slots, self._config, version, self._runner.chunk)
+        prefills, long = _divided(texts, slots, self._config, version, self._runner.whole)
         admission = AdmissionPlan({}, prefills, long, hits=0)
         self._hold(long)
         self._fit_window(admission, fresh_start=False)
@@ -478,6 +478,7 @@ class RunningBatch:
         if not running:
             return []
         started = time.monotonic()
+        self._runner.first = version.step == 0
         sampled = self._runner.decode(self._slots.rows)
         ended = self._slots.advance(sampled, version)
         self._meter.add_tokens(running, sampled.count)
