@@ -116,9 +116,9 @@ def plan_admission(
     A prompt of one token needs no cache: its only token is decoded.
 
     Args:
-        assigned: Slots and who has them now.
-        prefixes: What lies where.
-        config: Shapes.
+        assigned: Free slots, and the response that each is given to.
+        prefixes: Which slots hold which prompts.
+        config: Shapes and limits of the engine.
         version: Of the weights that prefill.
         whole: `ModelRunner.whole`.
     """
