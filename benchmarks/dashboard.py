@@ -116,7 +116,7 @@ class Watched:
         self.url = re.findall(r"http://[0-9.:]+", self.process.stdout.readline())[0]
         self.most_bytes = 0
 
-    def ask(self, path: str, **words: object) -> dict:
+    def ask(self, path: str, **words: str | int | float) -> dict:
         answer = httpx.get(f"{self.url}/api/{path}", params=words, timeout=60)
         answer.raise_for_status()
         self.most_bytes = max(self.most_bytes, psutil.Process(self.process.pid).memory_info().rss)
@@ -145,7 +145,7 @@ def filter_seconds(watched: Watched, name: str, updates: int) -> list[float]:
     """Of filters that differ each time, so that no list is kept from before."""
     found = []
     for number in range(24):
-        words: dict[str, object] = [
+        words: dict[str, str | int | float] = [
             {"state": "stale_step", "min_reward": number / 100}, {"min_reward": 0.5 + number / 100, "order": "reward"},
             {"from_step": number * updates // 30, "to_step": (number + 3) * updates // 30},
             {"finish": "length", "max_reward": 0.9 - number / 100}, {"search": f"-{number}7"},

@@ -148,6 +148,7 @@ def test_a_resume_takes_back_the_advantages_of_updates_that_do_not_count(index, 
     assert found["cats-0-10"] == {"group_id": "cats-0-10", "most": None, "step": None, "state": None}  # it waits again
 
 
+@pytest.mark.attack
 def test_nothing_is_written_into_the_run(directory, tmp_path):
     def seen():
         return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in directory.path.rglob("*")}
