@@ -117,6 +117,18 @@ def test_a_merged_part_takes_the_places_over_while_the_old_ones_are_there_and_af
     assert index.rows(STATES) == before
 
 
+def test_large_parts_are_entered_one_by_one_and_small_ones_together(directory, monkeypatch):
+    def portions():
+        index = RunIndex(directory, None)
+        pieces = [piece for piece in read(index) if "rollouts" in piece]
+        index.close()
+        return pieces
+
+    assert portions() == ["3 files of rollouts"]
+    monkeypatch.setattr(module, "PORTION_BYTES", 1)
+    assert portions() == ["1 files of rollouts"] * 3
+
+
 def test_what_has_expired_keeps_its_row_without_a_place(index, directory):
     (directory.rollouts / "part-a.parquet").unlink()
     read(index)
