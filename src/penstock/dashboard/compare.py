@@ -163,15 +163,15 @@ def latest(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> tu
     """The newest evaluations of two runs by which they can be compared; empty where a run has none.
 
     Reports before and after training may have other problems than evaluations in between: of the two kinds, that one is
-    taken of which both runs have a late one.
+    taken of which both runs have the later one.
     """
-    found: list[tuple[int, str, str]] = []
+    found: list[tuple[int, bool, str, str]] = []
     for kind in (True, False):
         ours, theirs = ([each for each in side if _is_in_between(each) == kind][-1:] for side in (a, b))
         if ours and theirs:
-            found.append((min(ours[0]["step"], theirs[0]["step"]), ours[0]["name"], theirs[0]["name"]))
+            found.append((min(ours[0]["step"], theirs[0]["step"]), not kind, ours[0]["name"], theirs[0]["name"]))
     if found:
-        return max(found)[1:]
+        return max(found)[2:]
     return (a[-1]["name"] if a else "", b[-1]["name"] if b else "")
 
 
