@@ -26,6 +26,8 @@ class EngineConfig(BaseModel):
 
     Attributes:
         section: Where a config has these keys; errors name them so.
+        all_rows_at_first: Whether version 0 decodes all rows, whatever is live, as a run's does: so that what happens
+            before its first update needs one program of decoding.
         max_slots: Responses that are generated at the same time.
         max_seq_len: Most tokens of a prompt and its response together.
         steps_per_dispatch: Most decode steps of one dispatch; arrivals, departures and new weights wait for at most
@@ -48,6 +50,7 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     section: ClassVar[str] = "inference"
+    all_rows_at_first: ClassVar[bool] = False
 
     max_slots: int = Field(default=64, gt=0)
     max_seq_len: int = Field(default=1024, gt=1)
@@ -110,6 +113,8 @@ class InferenceConfig(EngineConfig):
         endpoint: Opens the policy to agents (`penstock.environments.AgentEnvironment`): whoever plays a lesson's
             rollouts listens on this machine's loopback address, with a key for each rollout.
     """
+
+    all_rows_at_first: ClassVar[bool] = True
 
     servers: int = Field(default=1, ge=1)
     host: str = "127.0.0.1"
