@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.inference import EngineConfig, GenerationRequest, InferenceConfig, InferenceEngine
+from penstock.inference import EngineConfig, GenerationRequest, InferenceEngine
+from penstock.inference.config import InferenceConfig
 from penstock.inference.model_runner import ModelRunner
 from penstock.inference.scheduler import SlotTable
 from penstock.model.arrays import digests_of
