@@ -106,7 +106,7 @@ class AgentEndpoint:
         if self._server is None or self._threads is None:
             from penstock.inference.http_server import HttpServer
 
-            server = HttpServer(self._app(), stop_timeout_s=1.0)
+            server = HttpServer(self._app())
             server.start()
             self._server, self._threads = server, ThreadPoolExecutor(MOST_AT_ONCE, "agent-request")
         return self._server, self._threads
