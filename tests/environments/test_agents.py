@@ -14,7 +14,7 @@ from tests.text.test_chat_templates import directory  # noqa: F401  (a fixture)
 from penstock.environments import AgentEnvironment, Example
 from penstock.inference import AgentEndpoint, EngineConfig, ScriptedContext
 from penstock.text import Tokenizer
-from penstock.types import ConfigError, Decoding, EnvironmentFailure, RunFailed
+from penstock.types import ConfigError, Decoding, EnvironmentFailure, RunFailed, Stopped
 
 CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
 SHOWN = '\n<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
@@ -247,6 +247,14 @@ def test_a_prompt_that_is_too_long_is_told_to_the_agent(served):
 
     (rollout,), metrics = play(served(["42"]), Asked(agent))
     assert rollout.episode_reward == 42.0 and metrics["answers"] == 1.0
+
+
+def test_a_closed_endpoint_opens_for_nobody(served):
+    context = served(["42"])
+    play(context, Asked(lambda url, key, example: agents.asker(url, key, example)))
+    context.endpoint.close()
+    with pytest.raises(Stopped, match="was closed"):
+        context.session(DECODING, 0)
 
 
 def test_arguments_that_make_no_sense_are_refused(tmp_path):

@@ -111,8 +111,11 @@ def test_a_run_trains_through_the_official_clients_requests(run_dir, tmp_path, d
 
 
 @pytest.mark.slow
-def test_agents_ask_rollout_workers_whose_servers_are_elsewhere(run_dir, tmp_path, directory):  # noqa: F811
-    changes = of_agents(str(directory("qwen2.5")), tmp_path / "p.jsonl", steps=2, curriculum={"eval_frequency": 0})
+def test_agents_ask_rollout_workers_whose_servers_are_elsewhere(run_dir, tmp_path):
+    changes = of_agents("penstock", tmp_path / "p.jsonl", steps=2, curriculum={"eval_frequency": 0})
+    lesson = changes["curriculum"]["lessons"]["cats"]
+    lesson["environment"]["env_args"]["agent"] = "tests.environments.agents_of_tests.asker"
+    changes |= {"inference": {"endpoint": True, "servers": 1}, "learner": {}}
     with running(run_dir, changes) as run:
         run.end()
     parts = sorted(run.directory.rollouts.glob("*.parquet"))
