@@ -34,6 +34,9 @@ class EngineConfig(BaseModel):
             this many tokens.
         prefill_rows: Most prompts in one prefill.
         prefill_tokens: Most padded tokens in one prefill, so that long prompts go in fewer rows.
+        prefill_chunk: Tokens of a long prompt that are prefilled between two dispatches, so that others go on
+            meanwhile; one that would be padded to at most twice as many is prefilled whole. On one CPU; other devices
+            prefill every prompt whole.
         prefill_lengths: Lengths that prompts are padded to, ascending; None chooses powers of four up to half of the
             largest possible prompt, which is always added.
         decode_rows: Rows that a decode step may have, ascending: the fewest that hold all live responses. None chooses
@@ -57,6 +60,7 @@ class EngineConfig(BaseModel):
     steps_per_dispatch: int = Field(default=8, gt=0)
     prefill_rows: int = Field(default=8, gt=0)
     prefill_tokens: int = Field(default=1024, gt=0)
+    prefill_chunk: int = Field(default=128, gt=0)
     prefill_lengths: tuple[int, ...] | None = None
     decode_rows: tuple[int, ...] | None = None
     windows: tuple[int, ...] | None = None
