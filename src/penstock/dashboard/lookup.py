@@ -106,6 +106,7 @@ class StoredRollout:
             "finish_reason": rollout.finish_reason,
             "timings": dict(self.record.timings),
             "turns": [{"role": t.role, "content": t.content, "start": t.start, "stop": t.stop} for t in rollout.turns],
+            "sample_starts": list(rollout.sample_starts),
             "prompt_tokens": rollout.prompt_tokens.tolist(),
             "response_tokens": rollout.response_tokens.tolist(),
             "response_logprobs": rollout.response_logprobs.tolist(),
@@ -220,7 +221,8 @@ def uses_in(
             if rollout_id not in records:
                 continue
             rollout = records[rollout_id].rollout
-            trained = example.advantage[example.segment_ids == segment][len(rollout.prompt_tokens) :]
+            own = example.segment_ids == segment if len(example.rollout_ids) > 1 else example.segment_ids > 0
+            trained = example.advantage[own][len(rollout.prompt_tokens) :]
             advantages = np.zeros(len(rollout.response_tokens), np.float32)
             advantages[: len(trained)] = trained  # an update may have cut off the end of a long response
             uses[rollout_id].append(_use(table, row, survives, advantages))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.inference.access import AccessRules
+    from penstock.inference.agents import AgentEndpoint
     from penstock.inference.config import EngineConfig, ServeConfig
     from penstock.inference.context import EngineContext
     from penstock.inference.engine import InferenceEngine
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "AccessRules": "access",
+    "AgentEndpoint": "agents",
     "EngineConfig": "config",
     "EngineContext": "context",
     "GenerationRequest": "sequence",
@@ -34,8 +36,8 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "AccessRules", "EngineConfig", "EngineContext", "GenerationRequest", "HttpServer", "InferenceEngine",
-    "RemoteContext", "ScriptedContext", "ServeConfig", "Server", "ServerPool", "create_app", "serve",
+    "AccessRules", "AgentEndpoint", "EngineConfig", "EngineContext", "GenerationRequest", "HttpServer",
+    "InferenceEngine", "RemoteContext", "ScriptedContext", "ServeConfig", "Server", "ServerPool", "create_app", "serve",
 ]  # fmt: skip
 
 

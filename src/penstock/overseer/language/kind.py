@@ -72,7 +72,8 @@ def _compiling(model: ModelConfig, config: LearnerConfig) -> LazyPrograms:
     """A learner's programs, being compiled from the shapes of what it will train."""
     shapes = {name: jax.ShapeDtypeStruct(shape, model.dtype) for name, shape in model.parameter_shapes().items()}
     decoder = jax.eval_shape(partial(Decoder.from_arrays, model), shapes)
-    programs = LazyPrograms(Learner(decoder, config, total_steps=1).programs(), lambda told: None)
+    learner = Learner(decoder, config, total_steps=1)
+    programs = LazyPrograms(learner.update_programs() | learner.scoring_programs(), lambda told: None)
     programs.compile()
     return programs
 
@@ -246,6 +247,21 @@ class Updates:
         return found, shares | {f"time/idle/{name}": s for name, s in sorted(self._idle.of_components.items())}
 
 
+def _check_agents(config: RunConfig, environments: Mapping[str, Environment]) -> None:
+    """Whether the endpoint is open where agents need it, and nowhere else."""
+    asking = [lesson_id for lesson_id, environment in environments.items() if environment.has_agents]
+    if asking and not config.inference.endpoint:
+        raise ConfigError(
+            f"inference.endpoint is false, but the environment of lesson {asking[0]!r} has agents: set it to true, "
+            "which lets programs of this machine ask the policy with the key of their rollout"
+        )
+    if config.inference.endpoint and not asking:
+        raise ConfigError(
+            "inference.endpoint is true, but no lesson's environment has agents, so nobody would be given a key: leave "
+            "it out, or use penstock.environments.AgentEnvironment"
+        )
+
+
 ACCELERATED = ("learner", "inference")
 
 
@@ -282,6 +298,7 @@ class LanguageKind:
         lessons = config.curriculum.lessons.items()
         made = {name: known[name] if name in known else load_environment(one.environment.spec) for name, one in lessons}
         problem_rules(config, made)  # a mistake in the problems is found before anything is written
+        _check_agents(config, made)
         return cls(made, factories, objects=() if given is None else given.words)
 
     # --- before anything is started ------------------------------------------------------------------------------

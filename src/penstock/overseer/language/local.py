@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from penstock.curriculum import Curriculum, CurriculumEvent
 from penstock.environments import Environment
-from penstock.inference import EngineContext, InferenceEngine
+from penstock.inference import AgentEndpoint, EngineContext, InferenceEngine
 from penstock.model.arrays import shapes_of
 from penstock.model.language import Decoder, with_named_arrays
 from penstock.overseer.assembly import (
@@ -92,6 +92,7 @@ def local_components(
         partial(_set_weights, engine, shapes_of(start.policy), lambda *told: replay.tell_digests(ENGINE_NAME, *told)),
         partial(engine.stop, config.overseer.stop_timeout_s),
         tell,
+        agents=AgentEndpoint.of(config.inference, start.codec),
     )
     weights = InProcessBroadcaster()
     of_evaluator = context("evaluator-0")

@@ -17,7 +17,7 @@ import numpy as np
 from typing_extensions import override
 
 from penstock.curriculum import Curriculum
-from penstock.inference import RemoteContext, Server, ServerPool
+from penstock.inference import AgentEndpoint, RemoteContext, Server, ServerPool
 from penstock.overseer.component import POLL_S, BusyTime, RunClock, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig, rollout_workers
 from penstock.overseer.launch.launcher import ComponentContext
@@ -171,7 +171,8 @@ class RolloutRole(ThreadedComponent):
         replay = ctx.caller("replay-0")
         self._clock = RunClock(replay)
         curriculum = Curriculum(config.curriculum)
-        self._manager = RolloutManager(curriculum, self._contexts, config.seed, clock=self._clock.now)
+        agents = AgentEndpoint.of(config.inference, tokenizer)
+        self._manager = RolloutManager(curriculum, self._contexts, config.seed, clock=self._clock.now, agents=agents)
         self._tickets = RemoteTickets(replay, identity.name, identity.incarnation, lessons=lessons)
         self._sink = RemoteSink(replay, identity.name, identity.incarnation)
         self._worker = RolloutWorker(
