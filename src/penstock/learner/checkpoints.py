@@ -441,7 +441,7 @@ def load_checkpoint(path: Path, base: str | None = None) -> Checkpoint:
     """Reads and verifies a checkpoint.
 
     Args:
-        path: Its directory.
+        path: Its directory, `checkpoints/step-<n>` of a run.
         base: Directory of an adapter's base, where that has moved.
 
     Raises:

@@ -455,7 +455,6 @@ class PolicyConfig(LoadingConfig):
         """The key that names `directory`, for errors."""
         return "model.path" if self.initial_checkpoint is None else "model.initial_checkpoint"
 
-
     @property
     def base_now(self) -> str | None:
         """Where the base of its adapter lies, also of one that a run of it has saved; None: where that names it."""
