@@ -455,6 +455,12 @@ class PolicyConfig(LoadingConfig):
         """The key that names `directory`, for errors."""
         return "model.path" if self.initial_checkpoint is None else "model.initial_checkpoint"
 
+    @property
+    def base_now(self) -> str | None:
+        """Where the base of its adapter lies, also of one that a run of it has saved; None: where that names it."""
+        beside = self.lora is not None and self.directory is not None and not is_adapter(self.directory)
+        return str(self.directory) if beside and (Path(self.directory) / "config.json").is_file() else self.base
+
 
 def read_shape(
     directory: str | Path, dtype: Dtype, base: str | None = None, lora: LoraConfig | None = None
