@@ -75,7 +75,7 @@ $(ADAPTERS_STAMP): pyproject.toml constraints.txt
 $(TRACKERS_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TRACKERS_VENV)
 	$(TRACKERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
-		--editable ".[dev,mlflow,tensorboard,trackio,wandb]" tensorboard
+		--editable ".[dev,mlflow,plot,tensorboard,trackio,wandb]" tensorboard
 	touch $(TRACKERS_STAMP)
 
 $(SMOLLM2)/config.json: scripts/make_smollm2.py | $(DEV_STAMP)
@@ -130,7 +130,7 @@ test-dashboard: $(DASHBOARD_STAMP)
 	$(BIN)/pytest -m dashboard -rs tests/dashboard/test_browser.py
 
 test-trackers: $(TRACKERS_STAMP)
-	$(TRACKERS_VENV)/bin/pytest -m "slow or not slow" -rs tests/tracking
+	$(TRACKERS_VENV)/bin/pytest -m "slow or not slow" -rs tests/tracking tests/dashboard/test_plot.py
 
 test-smollm2: $(SMOLLM2)/config.json $(DEV_STAMP) $(TORCH_STAMP)
 	PYTHONPATH=$(SMOLLM2_PARTS)/gguf $(BIN)/pytest -m "smollm2 or not slow" -rs -s \
