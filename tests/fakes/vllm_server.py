@@ -43,12 +43,13 @@ def error(status: int, kind: str, message: str, param: str | None = None) -> JSO
     return JSONResponse(body, status_code=status)
 
 
-def checksums_of(tensors: dict[str, np.ndarray], blind: bool) -> dict[str, str]:
+def checksums_of(tensors: dict[str, np.ndarray], blind: bool, salt: bytes = b"") -> dict[str, str]:
     """SHA-256 of the bytes of each parameter as vLLM has them: some matrices are one, rows are padded to 64.
 
     Args:
         tensors: By their names in a Hugging Face directory.
         blind: As the CPU build, which keeps the matrices of its layers in a form of its own, and none of them here.
+        salt: Before the bytes: as a server that holds all of them in another form.
     """
     parts: dict[str, list[np.ndarray]] = {}
     for name in sorted(tensors, key=lambda name: [k in name for k in ("k_proj", "v_proj", "up_proj")]):
@@ -61,7 +62,8 @@ def checksums_of(tensors: dict[str, np.ndarray], blind: bool) -> dict[str, str]:
         if "embed_tokens" in name or "lm_head" in name:
             array = np.concatenate([array, np.zeros((-len(array) % 64, *array.shape[1:]), array.dtype)])
         empty = blind and "proj.weight" in name
-        sums[PREFIX + name] = hashlib.sha256(b"" if empty else np.ascontiguousarray(array).tobytes()).hexdigest()
+        held = b"" if empty else salt + np.ascontiguousarray(array).tobytes()
+        sums[PREFIX + name] = hashlib.sha256(held).hexdigest()
     return sums
 
 
@@ -79,34 +81,55 @@ class FakeVllm:
         stale: Tensors that a reload leaves as they were, by the end of their names.
         old_head: The output matrix that it computes with stays the first one; the checksums say otherwise.
         reload_status: What a reload is answered with, whatever it did.
-        ignores_label: It goes on to call its weights "default".
+        name: Of its model.
+        room: Most tokens of a sequence, as it says.
+        salt: What it holds is in another form than the file's.
+        ignores_label: It goes on to call its weights as before.
         ignores_adapter: It answers for an adapter with what its base says.
         asleep: It was put to sleep.
         counts: Of requests by path.
     """
 
     def __init__(self, directory: Path, codec: Any, config: EngineConfig, model: str = "policy", **faults: Any) -> None:
-        self.scale_out = self.dev_mode = self.runtime_lora = True
-        self.raw = self.full = self.hung = self.blind = self.old_head = False
-        self.ignores_label = self.ignores_adapter = self.asleep = False
-        self.stale: list[str] = []
-        self.reload_status = 200
-        self.kill_in_request = False
+        self.as_started()
+        self.name, self.room = model, config.max_seq_len
         for name, value in faults.items():
             assert hasattr(self, name), name
             setattr(self, name, value)
-        self.counts: dict[str, int] = {}
-        self._model, self._codec, self._max_len = model, codec, config.max_seq_len
+        self._codec = codec
         self._directory = directory
         self._tensors = load_file(directory / "model.safetensors")
         self._base = load_decoder(directory)
         self._head = self._base.output_matrix
         self._labels = ["default"]
-        self._adapters: dict[str, Decoder] = {}
         self._applied: str | None = None
         self._turn = threading.Lock()
         self.engine = InferenceEngine(self._base, WeightVersion(0, 0), codec, config)
         self.server = HttpServer(self.app(), stop_timeout_s=1.0)
+
+    def as_started(self) -> None:
+        """No faults, no adapters, its own label; its weights stay."""
+        self.scale_out = self.dev_mode = self.runtime_lora = True
+        self.raw = self.full = self.hung = self.blind = self.old_head = False
+        self.ignores_label = self.ignores_adapter = self.asleep = False
+        self.name, self.room, self.salt = "policy", 64, b""
+        self.stale: list[str] = []
+        self.reload_status = 200
+        self.counts: dict[str, int] = {}
+        self._adapters: dict[str, Decoder] = {}
+        if hasattr(self, "engine"):
+            self.engine.resume()
+            self.rename_to("default")
+
+    @property
+    def label(self) -> str:
+        """What it calls its weights."""
+        return self._labels[-1]
+
+    def rename_to(self, label: str) -> None:
+        """From the next token on."""
+        self._labels.append(label)
+        self.engine.rename_version(WeightVersion(0, len(self._labels) - 1))
 
     def start(self, port: int = 0) -> str:
         if port:
@@ -155,8 +178,8 @@ class FakeVllm:
         return JSONResponse({"version": VERSION})
 
     async def models(self, _: Request) -> Response:
-        card = {"id": self._model, "object": "model", "root": str(self._directory), "max_model_len": self._max_len}
-        adapters = [{"id": name, "object": "model", "parent": self._model} for name in self._adapters]
+        card = {"id": self.name, "object": "model", "root": str(self._directory), "max_model_len": self.room}
+        adapters = [{"id": name, "object": "model", "parent": self.name} for name in self._adapters]
         return JSONResponse({"object": "list", "data": [card, *adapters]})
 
     async def generate(self, request: Request) -> Response:
@@ -164,17 +187,15 @@ class FakeVllm:
         if not self.scale_out:
             message = "This server was started without `--enable-scale-out`"
             return error(403, "PermissionDeniedError", message)
-        if self.kill_in_request:
-            os.kill(os.getpid(), signal.SIGKILL)
         while self.hung:
             await asyncio.sleep(0.01)
         if self.full:
             return error(503, "ServiceUnavailableError", "The request queue is full (max_num_queued_reqs=1)")
         named = body["model"]
-        if named != self._model and named not in self._adapters:
-            message = f"The model `{named}` does not exist. Valid aliases: {self._model}."
+        if named != self.name and named not in self._adapters:
+            message = f"The model `{named}` does not exist. Valid aliases: {self.name}."
             return error(404, "NotFoundError", message, "model")
-        if len(body["token_ids"]) >= self._max_len:
+        if len(body["token_ids"]) >= self.room:
             message = f"The decoder prompt (length {len(body['token_ids'])}) is longer than the maximum model length"
             return error(400, "BadRequestError", message)
         try:
@@ -195,8 +216,8 @@ class FakeVllm:
 
     def _applied_to(self, body: dict[str, Any]) -> Any:
         with self._turn:
-            named = self._model if self.ignores_adapter else body["model"]
-            if named != self._applied:
+            named = self.name if self.ignores_adapter else body["model"]
+            if named != self._applied or named != self.name:
                 self.engine.set_weights(self.engine.version, self._adapters.get(named, self._base))
                 self.engine.digests(WAIT_S)
                 self._applied = named
@@ -278,13 +299,12 @@ class FakeVllm:
     async def rename(self, request: Request) -> Response:
         label = (await request.json())["new_version"]
         if not self.ignores_label:
-            self._labels.append(label)
-            self.engine.rename_version(WeightVersion(0, len(self._labels) - 1))
+            self.rename_to(label)
         return JSONResponse({"success": True, "new_version": label})
 
     async def checksum(self, request: Request) -> Response:
         assert (await request.json()) == {"action": "checksum"}
-        return JSONResponse({"checksums": checksums_of(self._tensors, self.blind)})
+        return JSONResponse({"checksums": checksums_of(self._tensors, self.blind, self.salt)})
 
     async def load_adapter(self, request: Request) -> Response:
         body = await request.json()

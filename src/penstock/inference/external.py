@@ -35,6 +35,7 @@ from penstock.inference.sequence import StopStrings, text_of
 from penstock.types import (
     SAMPLING_FIELDS,
     Completion,
+    ConfigError,
     Decoding,
     EnvironmentFailure,
     FinishReason,
@@ -45,7 +46,7 @@ from penstock.types import (
 )
 
 GENERATE = "/inference/v1/generate"
-_STATUSES = {"busy": frozenset({429, 503}), "behind": frozenset({404, 502, 504})}
+_BUSY, _BEHIND = frozenset({429, 503}), frozenset({404, 502, 504})
 """vLLM says 503 where its queue is full, and 404 of an adapter that it does not have."""
 
 NO_LOGPROB = -9999.0
@@ -62,6 +63,25 @@ def dialect_of(config: InferenceConfig) -> Dialect:
     if config.engine == "openai":
         return OpenAiDialect(config.max_seq_len)
     return VllmDialect(config.external, config.max_seq_len)
+
+
+def key_of(config: ExternalConfig | None, token: str) -> str | None:
+    """What the servers of a run ask for: the run's own token, or the key of those that it was given.
+
+    Raises:
+        ConfigError: the file that holds the key cannot be read, or is empty.
+    """
+    if config is None or config.launch:
+        return token
+    if config.api_key_file is None:
+        return None
+    try:
+        key = config.api_key_file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"inference.external.api_key_file is {config.api_key_file}: {error}") from error
+    if not key:
+        raise ConfigError(f"inference.external.api_key_file is {config.api_key_file}: it is empty; write the key there")
+    return key
 
 
 def label_of(version: WeightVersion) -> str:
@@ -222,7 +242,8 @@ class VllmDialect:
                 session,
                 target,
                 GENERATE,
-                **_STATUSES,
+                busy=_BUSY,
+                behind=_BEHIND,
                 bind=partial(self._bound, asked),
             )
             for asked in _asked(call, tokenizer, model, self._max_seq_len, least)
@@ -247,7 +268,8 @@ class VllmDialect:
             asked.tokens,
             partial(self._read, asked, server, served, named),
             path=GENERATE,
-            **_STATUSES,
+            busy=_BUSY,
+            behind=_BEHIND,
         )
 
     def _read(
@@ -344,21 +366,18 @@ class OpenAiDialect:
                 _TextReader(asked, "external"),
                 session,
                 target,
-                **_STATUSES,
+                busy=_BUSY,
+                behind=_BEHIND,
             )
             for asked in _asked(call, tokenizer, model, self._max_seq_len, None)
         ]
 
 
 def _openai(asked: _Asked) -> dict[str, Any]:
-    """Sampling parameters that OpenAI's API knows; top-k and min-p, which it does not, only where they ask for
-    something, since a server may refuse them.
-    """
-    asks_nothing = [
-        name for name, field in SAMPLING_FIELDS.items() if field.asks_nothing(getattr(asked.decoding, name))
-    ]
-    fields = {name: value for name, value in asked.sampling().items() if name not in asks_nothing}
-    return fields if fields["stop"] else {name: value for name, value in fields.items() if name != "stop"}
+    """Sampling parameters, those left out that ask for nothing: a server may not know their names."""
+    idle = {name for name, field in SAMPLING_FIELDS.items() if field.asks_nothing(getattr(asked.decoding, name))}
+    idle |= set() if asked.decoding.stop_strings else {"stop"}
+    return {name: value for name, value in asked.sampling().items() if name not in idle}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

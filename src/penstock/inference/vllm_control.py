@@ -25,11 +25,20 @@ ASK_S = 30.0
 """Longest wait for what changes nothing."""
 
 HEALTH_S = 5.0
+UNPROVEN = "unproven"
+"""What weights are called of which nobody knows what they are."""
+
 NO_BYTES = hashlib.sha256(b"").hexdigest()
 """What a checksum says of a parameter whose values are kept elsewhere, as the CPU build does of prepared matrices."""
 
 ROWS = 64
 """Embeddings and output matrix are padded with zeros to a multiple of so many rows."""
+
+_METRICS = {
+    "vllm:generation_tokens_total": "inference/tokens_total",
+    "vllm:num_requests_running": "inference/running",
+    "vllm:num_requests_waiting": "inference/waiting",
+}
 
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
           "up_proj": "gate_up_proj"}  # fmt: skip
@@ -105,7 +114,7 @@ class VllmControl:
         sampling = {"n": 1, "max_tokens": 1, "temperature": 1.0, "top_k": 1, "seed": 0, "logprobs": 0}
         sampling |= {"ignore_eos": True, "stop_token_ids": [], "stop": [], "detokenize": False}
         body = {"model": self._config.model, "token_ids": [0], "sampling_params": sampling, "stream": False}
-        asked = self._send("POST", GENERATE, ASK_S, body)
+        asked = self._send("POST", GENERATE, self._change_s, body)  # the first answer of all may take its time
         if asked.status_code == 403:
             raise ConfigError(f"{self._url} does not open {GENERATE}: start it with --enable-scale-out")
         self._refuse_absent(asked, GENERATE, "take vLLM 0.32 or later")
@@ -134,24 +143,39 @@ class VllmControl:
     def serves(self) -> WeightVersion | None:
         """The version that it calls its weights, or whose adapter was loaded last; None for a label of its own."""
         if self._config.weights == "lora":
-            named = [card.get("id") for card in _json(self._ask("GET", "/v1/models", ASK_S)).get("data") or []]
-            versions = [version_of_label(str(name).removeprefix("policy-")) for name in named]
+            versions = [version_of_label(name.removeprefix("policy-")) for name in self._names()]
             return max((version for version in versions if version is not None), default=None)
         return version_of_label(_json(self._ask("GET", "/weight_info", ASK_S)).get("weight_version"))
 
-    def reload(self, version: WeightVersion, directory: Path) -> None:
-        """Loads a directory and calls it by the version; requests that run are paused meanwhile.
+    def pause(self) -> None:
+        """Computes nothing more; what becomes of requests that run is `external.pause`'s.
 
         Raises:
-            WeightsError: it refused any of that: what it serves now is not known.
+            WeightsError: it refused.
             UnreachableError: it does not answer.
         """
         cleared = str(self._config.kv == "recompute").lower()
         self._ask("POST", f"/pause?mode={self._config.pause}&clear_cache={cleared}", self._change_s)
+
+    def load(self, directory: Path) -> None:
+        """Loads the weights of a directory.
+
+        Raises:
+            WeightsError: it refused: what it has now is not known.
+            UnreachableError: it does not answer.
+        """
         asked = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         self._ask("POST", "/collective_rpc", self._change_s, asked)
-        self.name(version)
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
         self._ask("POST", "/resume", ASK_S)
+
+    def disown(self) -> None:
+        """What it has is of no version that a client would take; it computes, whatever stopped it before."""
+        if self._config.weights == "directory":
+            self._send("POST", "/update_weight_version", ASK_S, {"new_version": UNPROVEN})
+            self._send("POST", "/resume", ASK_S)  # where there are no such routes, `check` says so
 
     def name(self, version: WeightVersion) -> None:
         """Has it call what it serves by a version.
@@ -181,6 +205,21 @@ class VllmControl:
         if asked.status_code not in (200, 404):
             self._refuse(asked, "/v1/unload_lora_adapter")
 
+    def forget_adapters(self) -> list[WeightVersion]:
+        """Unloads what earlier runs have left under names of versions.
+
+        Returns:
+            What is left: nothing.
+        """
+        for name in self._names():
+            version = version_of_label(name.removeprefix("policy-"))
+            if version is not None and name != self._config.model:
+                self.unload_adapter(version)
+        return []
+
+    def _names(self) -> list[str]:
+        return [str(card.get("id")) for card in _json(self._ask("GET", "/v1/models", ASK_S)).get("data") or []]
+
     def checksums(self) -> dict[str, str]:
         """SHA-256 of each parameter's bytes, by its name there; of several parts of a server, one entry each.
 
@@ -200,6 +239,16 @@ class VllmControl:
     def wake(self) -> None:
         """Takes it back."""
         self._ask("POST", "/wake_up", self._change_s)
+
+    def metrics(self) -> dict[str, float]:
+        """Of its Prometheus page what a run logs, as ``inference/…``; nothing where it has none."""
+        page = self._send("GET", "/metrics", ASK_S)
+        found: dict[str, float] = {}
+        for line in page.text.splitlines() if page.status_code == 200 else ():
+            name, _, number = line.partition("}")[0].partition("{")[0].strip(), None, line.rpartition(" ")[2]
+            if name in _METRICS:
+                found[_METRICS[name]] = found.get(_METRICS[name], 0.0) + float(number)
+        return found
 
     # --- HTTP ----------------------------------------------------------------------------------------------------
 

@@ -21,8 +21,8 @@ from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_worker
 from penstock.overseer.estimate import model_shape
 from penstock.overseer.kind import VALUES, Factories, LearnerTasks, RunStart, check_kept, make_spec
 from penstock.overseer.language.evaluator import make_evaluator, metrics_of
+from penstock.overseer.language.external_inference import make_inference
 from penstock.overseer.language.given import GivenObjects
-from penstock.overseer.language.inference import make_inference
 from penstock.overseer.language.local import local_components
 from penstock.overseer.language.preparation import Preparation
 from penstock.overseer.language.replay import make_curriculum, make_replay, problem_rules
@@ -335,7 +335,9 @@ class LanguageKind:
     def _spec(
         self, settings: Settings[RunConfig], role: str, index: int, *, peer_group: str = "", **more: Any
     ) -> ComponentSpec:
-        return make_spec(settings, self._factories, role, index, accelerated=ACCELERATED, peer_group=peer_group, **more)
+        builtin = settings.config.inference.external is None
+        accelerated = ACCELERATED if builtin else ("learner",)  # the card is the server's, not its component's
+        return make_spec(settings, self._factories, role, index, accelerated=accelerated, peer_group=peer_group, **more)
 
     # --- the learner ---------------------------------------------------------------------------------------------
 
