@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from penstock.inference import EngineConfig, HttpServer, InferenceEngine
 from penstock.inference.sequence import GenerationRequest
-from penstock.model.language import Decoder, load_decoder
+from penstock.model.language import Decoder, load_decoder, named_arrays, with_named_arrays
 from penstock.model.language.hugging_face import with_merged
 from penstock.types import ConfigError, Decoding, EnvironmentFailure, PenstockError, Stopped, WeightVersion
 
@@ -52,7 +52,8 @@ def checksums_of(tensors: dict[str, np.ndarray], blind: bool, salt: bytes = b"")
         salt: Before the bytes: as a server that holds all of them in another form.
     """
     parts: dict[str, list[np.ndarray]] = {}
-    for name in sorted(tensors, key=lambda name: [k in name for k in ("k_proj", "v_proj", "up_proj")]):
+    last = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    for name in sorted(tensors, key=lambda name: last.index(name.split(".")[-2]) if name.split(".")[-2] in last else 0):
         words = name.split(".")
         words[-2] = FUSED.get(words[-2], words[-2])
         parts.setdefault(".".join(words), []).append(tensors[name])
@@ -65,6 +66,17 @@ def checksums_of(tensors: dict[str, np.ndarray], blind: bool, salt: bytes = b"")
         held = b"" if empty else salt + np.ascontiguousarray(array).tobytes()
         sums[PREFIX + name] = hashlib.sha256(held).hexdigest()
     return sums
+
+
+def with_head(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {"lm_head.weight": tensors["model.embed_tokens.weight"], **tensors}
+
+
+def untied(decoder: Decoder) -> Decoder:
+    """With an output matrix of its own, as it is with whatever directory a run writes."""
+    arrays = named_arrays(decoder)
+    config = decoder.config.model_copy(update={"tie_word_embeddings": False})
+    return Decoder.from_arrays(config, {"head": arrays["embedding"], **arrays})
 
 
 class FakeVllm:
@@ -98,8 +110,8 @@ class FakeVllm:
             setattr(self, name, value)
         self._codec = codec
         self._directory = directory
-        self._tensors = load_file(directory / "model.safetensors")
-        self._base = load_decoder(directory)
+        self._tensors = with_head(load_file(directory / "model.safetensors"))
+        self._base = untied(load_decoder(directory))
         self._head = self._base.output_matrix
         self._labels = ["default"]
         self._applied: str | None = None
@@ -280,7 +292,7 @@ class FakeVllm:
         return JSONResponse({"results": [None]})
 
     def _load(self, path: Path) -> None:
-        tensors = load_file(path / "model.safetensors")
+        tensors = with_head(load_file(path / "model.safetensors"))
         for name in tensors:
             if any(name.endswith(end) for end in self.stale):
                 tensors[name] = self._tensors[name]
@@ -288,10 +300,8 @@ class FakeVllm:
         if self.stale:
             folder = _with_tensors(path, tensors)
         self._tensors = tensors
-        decoder = load_decoder(folder)
+        decoder = untied(load_decoder(folder))
         if self.old_head:
-            from penstock.model.language import named_arrays, with_named_arrays
-
             decoder = with_named_arrays(decoder, named_arrays(decoder) | {"head": self._head})
         self.engine.set_weights(self.engine.version, decoder)
         self.engine.digests(WAIT_S)
@@ -318,7 +328,7 @@ class FakeVllm:
             adapted = await run_in_threadpool(load_decoder, body["lora_path"], "float32", str(self._directory))
         except PenstockError as failure:
             return error(404, "NotFoundError", str(failure))
-        self._adapters[name] = await run_in_threadpool(with_merged, adapted)
+        self._adapters[name] = untied(await run_in_threadpool(with_merged, adapted))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:

@@ -105,7 +105,6 @@ class ExternalConfig(BaseModel):
         pause: What becomes of requests that run while weights are loaded: they are kept, waited for, or aborted and
             asked again.
         kv: Whether requests that are kept compute their cache anew under the new weights, or go on with what they have.
-        colocate: Learner and server share a card: the server sleeps while the learner updates.
         start_timeout_s: Longest time that a server that is launched takes until it answers.
     """
 
@@ -119,7 +118,6 @@ class ExternalConfig(BaseModel):
     weights_dir: Path | None = None
     pause: Literal["keep", "wait", "abort"] = "keep"
     kv: Literal["recompute", "keep"] = "recompute"
-    colocate: bool = False
     start_timeout_s: float = Field(default=900.0, gt=0)
 
     @model_validator(mode="after")
@@ -143,7 +141,7 @@ class ExternalConfig(BaseModel):
             why = "requests name their adapter" if self.weights == "lora" else "the servers' weights stay as they are"
             refuse_idle(self, ("pause", "kv"), f"weights is {self.weights}: {why}, so that nothing pauses")
         if self.weights == "none":
-            refuse_idle(self, ("weights_dir", "colocate"), "weights is none: the servers' weights stay as they are")
+            refuse_idle(self, ("weights_dir",), "weights is none: the servers' weights stay as they are")
         return self
 
 

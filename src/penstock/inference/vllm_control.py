@@ -1,4 +1,4 @@
-"""Drives one vLLM server: what it can do, its weights, its sleep.
+"""Drives one vLLM server: what it can do, and its weights.
 
 Every call has a connection of its own, since a server that answers 500 resets the one it had. No answer but 200 says
 anything about the weights: a server may have changed them all the same, so that whoever gets another takes the server
@@ -231,14 +231,6 @@ class VllmControl:
         if not isinstance(found, dict):
             raise WeightsError(f"{self._url}/weight_checker gave no checksums")
         return {str(name): str(digest) for name, digest in found.items()}
-
-    def sleep(self) -> None:
-        """Gives its card's memory to others; requests that run are kept."""
-        self._ask("POST", "/sleep?level=1&mode=keep", self._change_s)
-
-    def wake(self) -> None:
-        """Takes it back."""
-        self._ask("POST", "/wake_up", self._change_s)
 
     def metrics(self) -> dict[str, float]:
         """Of its Prometheus page what a run logs, as ``inference/…``; nothing where it has none."""

@@ -15,7 +15,7 @@ from penstock.model.language.decoder import decoder_digests
 from penstock.model.language.lora import LoraConfig
 from penstock.overseer.component import Settings
 from penstock.overseer.config_loading import load_config
-from penstock.overseer.language.external import ExternalEngine, launch_words
+from penstock.overseer.language.external import ExternalEngine
 from penstock.overseer.supervisor.messages import Identity
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
@@ -215,7 +215,7 @@ def test_what_a_server_lacks_is_refused_with_the_flag(engine_of, fake, policy, f
 
 def test_the_command_has_what_a_run_needs():
     config = configured(urls=[], launch=["vllm", "serve", "{model}", "--enforce-eager"])
-    assert launch_words(config, "/weights/policy-0-3", 8000) == [
+    assert config.server_command("/weights/policy-0-3", 8000) == [
         "vllm", "serve", "/weights/policy-0-3", "--enforce-eager", "--host", "127.0.0.1", "--port", "8000",
         "--served-model-name", "policy", "--enable-scale-out", "--logprobs-mode", "processed_logprobs",
         "--generation-config", "vllm", "--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "4",
@@ -224,7 +224,10 @@ def test_the_command_has_what_a_run_needs():
 
 # --- adapters --------------------------------------------------------------------------------------------------------
 
-LORA = ["model.lora={rank: 2}"]
+
+@pytest.fixture(scope="module")
+def lora(checkpoint):
+    return ["model.init=null", f"model.path={checkpoint}", "model.lora={rank: 2}"]
 
 
 @pytest.fixture(scope="module")
@@ -238,8 +241,8 @@ def trained(decoder, by):
     return {name: np.asarray(a) + np.float32(by * name.endswith(".b")) for name, a in arrays.items()}
 
 
-def test_each_version_is_an_adapter_with_a_name_of_its_own(engine_of, fake, adapted, policy):
-    words = [*LORA, "replay.staleness_budget=1"]
+def test_each_version_is_an_adapter_with_a_name_of_its_own(engine_of, fake, adapted, policy, lora):
+    words = [*lora, "replay.staleness_budget=1"]
     engine = engine_of(*words, decoder=adapted, urls=[fake.server.url], weights="lora")
     answers = []
     for step, by in enumerate((0.0, 0.1, 0.2, 0.3)):
@@ -251,8 +254,8 @@ def test_each_version_is_an_adapter_with_a_name_of_its_own(engine_of, fake, adap
     assert "/pause" not in fake.counts
 
 
-def test_an_adapter_that_is_not_applied_is_named(engine_of, fake, adapted):
-    engine = engine_of(*LORA, "overseer.max_restarts=0", decoder=adapted, urls=[fake.server.url], weights="lora")
+def test_an_adapter_that_is_not_applied_is_named(engine_of, fake, adapted, lora):
+    engine = engine_of(*lora, "overseer.max_restarts=0", decoder=adapted, urls=[fake.server.url], weights="lora")
     fake.ignores_adapter = True
     engine.set_weights(WeightVersion(0, 0), trained(adapted, 0.0))  # it changes nothing: there is nothing to see
     with pytest.raises(RunFailed, match="the adapter is not applied"):

@@ -37,7 +37,6 @@ from penstock.model.language.config import ADAPTER
 from penstock.model.language.decoder import decoder_digests
 from penstock.model.language.hugging_face import as_tensors, save_adapter, with_merged
 from penstock.overseer.component import POLL_S, Settings
-from penstock.overseer.config import RunConfig
 from penstock.overseer.launch.process import GuardedProcess
 from penstock.overseer.supervisor.messages import Identity
 from penstock.text import Tokenizer
@@ -174,7 +173,6 @@ class ExternalEngine:
             Stopped: the engine was stopped.
         """
         with self._turn:
-            self._wake()
             for name, array in arrays.items():
                 own = self._arrays.get(name, array)
                 self._arrays[name] = np.asarray(array).astype(own.dtype, copy=False)
@@ -343,7 +341,7 @@ class ExternalEngine:
                     f"{self._url} loaded the adapter of version {weights.version.step}, and answers as its base does: "
                     "the adapter is not applied"
                 )
-        for old in self._adapters[: -(self._run.replay.staleness_budget + 2)]:
+        for old in self._adapters[: -(self._run.adapters_kept)]:
             control.unload_adapter(old)
             self._adapters.remove(old)
 
@@ -455,7 +453,7 @@ class ExternalEngine:
         with closing(socket.create_server(("127.0.0.1", 0))) as listener:
             port = listener.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
-        words = launch_words(self._run, directory, port)
+        words = self._run.server_command(directory, port)
         log = self._settings.directory.path / "logs" / f"{self.identity.name}.server.out"
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": self._settings.token}
         environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if lora else {}
@@ -494,9 +492,6 @@ class ExternalEngine:
             self._process = None
             self._adapters, self._proof = [], ChecksumProof()
 
-    def _wake(self) -> None:
-        """For a server that sleeps while the learner updates."""
-
     def _written(self, version: WeightVersion, decoder: Decoder) -> _Weights:
         """The version's directory, written aside and renamed."""
         directory = self._place / f"policy-{label_of(version)}"
@@ -532,31 +527,10 @@ class ExternalEngine:
 
     def _clear(self, version: WeightVersion) -> None:
         """Of the directories of versions the newest stay: an adapter's as long as it may be asked for."""
-        kept = KEPT if self._config.weights == "directory" else self._run.replay.staleness_budget + 2
+        kept = KEPT if self._config.weights == "directory" else self._run.adapters_kept
         there = sorted(self._place.glob("policy-*"), key=lambda path: path.stat().st_mtime)
         for old in [path for path in there if path.name != f"policy-{label_of(version)}"][: -(kept - 1) or None]:
             shutil.rmtree(old, ignore_errors=True)
-
-
-def launch_words(config: RunConfig, directory: Path | str, port: int | str) -> list[str]:
-    """The command that a server is started with.
-
-    Args:
-        config: The run's.
-        directory: Path of what it loads.
-        port: To listen on, of loopback.
-    """
-    external, inference = config.inference.external, config.inference
-    assert external is not None
-    words = [str(directory) if word == "{model}" else word for word in external.launch]
-    words += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", external.model]
-    words += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    words += ["--dtype", config.model.dtype, "--max-model-len", str(inference.max_seq_len)]
-    words += ["--max-num-seqs", str(inference.max_slots)]
-    if external.weights == "lora" and config.model.lora is not None:
-        words += ["--enable-lora", "--max-loras", str(config.replay.staleness_budget + 2)]
-        words += ["--max-lora-rank", str(config.model.lora.rank)]
-    return words
 
 
 def _place(settings: Settings, name: str, model_bytes: int) -> Path:

@@ -244,8 +244,9 @@ class LanguageKind:
         """With the environments of the run's lessons, which say what problems there are; given ones are not made again.
 
         Raises:
-            ConfigError: one cannot be made, or has no problems.
+            ConfigError: one cannot be made, or has no problems; or nothing can be trained of what the servers give.
         """
+        config.check_trains()
         known = {} if given is None else given.environments
         lessons = config.curriculum.lessons.items()
         made = {name: known[name] if name in known else load_environment(one.environment.spec) for name, one in lessons}
