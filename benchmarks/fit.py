@@ -15,13 +15,17 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import penstock
 from benchmarks.marks import Marks
 from penstock.overseer.config import RunConfig
 from penstock.overseer.estimate import bytes_text, model_shape
+
+if TYPE_CHECKING:  # it loads JAX, which must be told first where there is no chip
+    from penstock.overseer.fitting.report import FitReport
 
 BASE = {"async": False, "model.init.vocab_size": 4096, "curriculum.lessons.cats.sampling_params.max_output_tokens": 16}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -43,7 +47,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "everything kept": {
         "model.init.hidden_size": 512, "model.init.intermediate_size": 1408, "model.init.num_hidden_layers": 6,
         "model.init.num_attention_heads": 8, "learner.row_length": 256, "learner.micro_batch_rows": 16,
-        "learner.remat": False, "inference.max_slots": 32, "inference.max_seq_len": 256,
+        "learner.remat": "products", "inference.max_slots": 32, "inference.max_seq_len": 256,
     },
     "large cache, bfloat16": {
         "model.init.hidden_size": 512, "model.init.intermediate_size": 1408, "model.init.num_hidden_layers": 4,
@@ -168,31 +172,41 @@ def calibrate(names: Sequence[str]) -> int:
 MODELS, ROWS = ("0.5b", "1.5b", "7b"), (4096, 16384, 65536)
 LARGE = ["model.dtype=bfloat16", "learner.micro_batch_rows=1", "inference.max_slots=16"]
 """What the tables change of the recipe `cats`, whose lessons do not matter here."""
+RANK, TRAINED = 16, ("full", "lora")
 LINEAR = 4.4
 """Growth of temporaries over rows of four times the tokens."""
 
 
-def tabulate(target: str, models: Sequence[str], rows: Sequence[int]) -> int:
-    """Prints a line for each model and row length on a chip, and marks; how many were missed."""
-    marks, reports = Marks(), {}
+def tabulate(target: str, models: Sequence[str], rows: Sequence[int], trained: Sequence[str]) -> int:
+    """Prints marks, and a line for each model, what trains of it, and row length on a chip; how many were missed."""
+    marks = Marks()
     print(f"{target}: compiled, not run: not yet measured", flush=True)
-    for model in models:
+    for model, kind in product(models, trained):
+        before: dict[int, int] = {}
         for length in rows:
-            report = penstock.overseer.fit(penstock.load_config("cats", LARGE), target, [model], [length])
-            reports[model, length] = report
-            temporaries = report.program("gradient").temporaries_bytes  # type: ignore[union-attr]
-            cells = "  ".join(f"{cell:>12}" for cell in report.cells())  # type: ignore[union-attr]
-            remedy = "" if report.remedy is None else f"  {report.remedy}"  # type: ignore[union-attr]
-            print(f"  {model:<5}{length:>7,}  {cells}{remedy}", flush=True)
-            if (before := reports.get((model, length // 4))) is not None:
-                grown = temporaries / before.program("gradient").temporaries_bytes  # type: ignore[union-attr]
-                marks.at_most(f"{model}: temporaries of {length:,} by those of {length // 4:,}", grown, LINEAR)
-            if (model, length) == ("0.5b", 16384):
-                marks.at_most("0.5b, 16,384: GB of temporaries of a row (was 43.7)", temporaries / 1e9, 5)
-            if (model, length, target) == ("1.5b", 16384, "h100:1"):
-                marks.at_least("1.5b, 16,384: fits", float(report.fits), 1)  # type: ignore[union-attr]
+            config, rank = penstock.load_config("cats", LARGE), RANK if kind == "lora" else None
+            report: Any = penstock.overseer.fit(config, target, [model], [length], rank)
+            before[length] = report.program("gradient").temporaries_bytes
+            cells = "  ".join(f"{cell:>12}" for cell in report.cells())
+            print(f"  {model:<5}{kind:<5}{length:>7,}  {cells}  {report.remedy or ''}", flush=True)
+            judge(marks, f"{model} {kind}", target, before, report)
     print("\n".join(marks.lines))
     return marks.missed
+
+
+def judge(marks: Marks, name: str, target: str, temporaries: dict[int, int], report: "FitReport") -> None:
+    """What must hold of a line, given temporaries by row length, this line's the last."""
+    length, found = list(temporaries.items())[-1]
+    if length // 4 in temporaries:
+        what = f"{name}, {target}: temporaries of {length:,} by those of {length // 4:,}"
+        marks.at_most(what, found / temporaries[length // 4], LINEAR)
+    if (name, length) == ("0.5b full", 16384):
+        marks.at_most(f"{name}, {length:,}, {target}: GB of temporaries of a row (was 43.7)", found / 1e9, 5)
+    if (name, length, target) == ("1.5b full", 16384, "h100:1"):
+        marks.at_least(f"{name}, {length:,}, {target}: fits", float(report.fits), 1)
+    if (name, length, target) == ("7b lora", 16384, "h100:1"):
+        cached = (report.slots[0] + report.room_slots) * report.slot_bytes if report.fits else 0
+        marks.at_least(f"{name}, {length:,}, {target}: GB of KV cache that there is room for", cached / 1e9, 20)
 
 
 def main() -> int:
@@ -201,7 +215,8 @@ def main() -> int:
         print(measured(calibrated(arguments.measure)))
         return 0
     if arguments.target:
-        return int(sum(tabulate(target, arguments.models, arguments.rows) for target in arguments.target) > 0)
+        asked = arguments.models, arguments.rows, arguments.trained
+        return int(sum(tabulate(target, *asked) for target in arguments.target) > 0)
     return int(calibrate(arguments.shape or list(SHAPES)) > 0)
 
 
@@ -211,6 +226,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--target", action="append", help="of the tables, such as h100:1; may be repeated")
     parser.add_argument("--models", nargs="+", default=MODELS, help="of the tables")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of the tables")
+    parser.add_argument("--trained", nargs="+", choices=TRAINED, default=TRAINED, help="of the tables")
     parser.add_argument("--measure", choices=SHAPES, help=argparse.SUPPRESS)
     return parser.parse_args()
 

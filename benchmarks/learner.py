@@ -216,7 +216,7 @@ def work(folder: Path, case: Case, attention: Any) -> None:
         row_length=case.row_length,
         micro_batch_rows=case.rows,
         attention=attention,
-        remat=False,
+        remat="products",
         optimizer=OptimizerConfig(learning_rate=1e-6, warmup_steps=0),
     )
     learner = Learner(load_decoder(folder), config, 1000)

@@ -42,8 +42,9 @@ import penstock
 from benchmarks import campaign
 from benchmarks.campaign import Cell
 from penstock.learner.config import Preset
-from penstock.overseer.results import Interval, difference_interval, read_stats, reward_interval
+from penstock.overseer.results import read_stats
 from penstock.types import RolloutBatchStats
+from penstock.types.intervals import Interval, difference_interval, reward_interval
 
 STILL = "learner.optimizer.learning_rate=0"
 SEVERAL = "learner.minibatches=2"

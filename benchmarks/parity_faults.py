@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from penstock.inference import GenerationRequest, InferenceEngine, model_runner
+from penstock.inference import GenerationRequest, InferenceEngine, decoding, model_runner
 from penstock.inference.sequence import PendingRequest
 from penstock.model import arrays as digesting
 from penstock.model.language import Decoder, named_arrays, with_named_arrays
@@ -68,13 +68,17 @@ def _hotter(logits: Any, uniform: Any, temperature: Any, *rest: Any, **more: Any
     return _ORIGINAL["sample"](logits, uniform, temperature * TEMPERATURE, *rest, **more)
 
 
-def _other_base(config: Any, positions: Any) -> Any:
-    return _ORIGINAL["rotary_tables"](config.model_copy(update={"rope_theta": ROPE_BASE}), positions)
+def _other_base(config: Any, *rest: Any) -> Any:
+    return _ORIGINAL["rotary_tables"](config.model_copy(update={"rope_theta": ROPE_BASE}), *rest)
 
 
 def _shifted_mask(query: Any, key: Any, value: Any, mask: Any) -> Any:
     """Nobody sees its own token."""
     return _ORIGINAL["grouped_attention"](query, key, value, jnp.pad(mask[..., 1:], ((0, 0), (0, 0), (0, 1))))
+
+
+def _shifted_pages(query: Any, keys: Any, values: Any, slots: Any, positions: Any, *rest: Any) -> Any:
+    return _ORIGINAL["paged_attention"](query, keys, values, slots, positions - 1, *rest)
 
 
 def _coarse_head(weights: Any, *rest: Any) -> Any:
@@ -85,15 +89,16 @@ def _coarse_head(weights: Any, *rest: Any) -> Any:
 
 
 _ORIGINAL = {
-    name: getattr(model_runner, name) for name in ("sample", "rotary_tables", "grouped_attention", "decode_step")
+    name: getattr(decoding, name)
+    for name in ("sample", "rotary_tables", "grouped_attention", "paged_attention", "decode_step")
 }
 PROGRAMS: dict[str, dict[str, Callable[..., Any]]] = {
     "temperature 5% off": {"sample": _hotter},
     "wrong RoPE base": {"rotary_tables": _other_base},
     "head at lower precision": {"decode_step": _coarse_head},
-    "mask off by one": {"grouped_attention": _shifted_mask},
+    "mask off by one": {"grouped_attention": _shifted_mask, "paged_attention": _shifted_pages},
 }
-"""What stands for which function of the model runner while prefill and decoding are traced."""
+"""What stands for which function of `penstock.inference.decoding` while prefill and decoding are traced."""
 
 STALE_PREFIX, WRONG_TOKEN = "stale prefix cache", "wrong template token"
 NAMES = (
@@ -117,14 +122,14 @@ def _programs(fault: str) -> model_runner.CompiledSteps:
     def traced(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def faulty(*args: Any, **named: Any) -> Any:
-            with mock.patch.multiple(model_runner, **PROGRAMS[fault]):
+            with mock.patch.multiple(decoding, **PROGRAMS[fault]):
                 return function(*args, **named)
 
         return faulty
 
     return model_runner.ONE_DEVICE._replace(
-        decode=jax.jit(traced(model_runner.decode), static_argnames="steps", donate_argnames="cache"),
-        prefill=jax.jit(traced(model_runner.prefill)),
+        decode=jax.jit(traced(decoding.decode), static_argnames=("steps", "kernel"), donate_argnames="cache"),
+        prefill=jax.jit(traced(decoding.prefill), static_argnames="kernel"),
     )
 
 
@@ -195,7 +200,7 @@ class FaultyEngine(InferenceEngine):
             runner._programs = _programs(self._fault)
         elif self._fault == STALE_PREFIX:
             good = model_runner.ONE_DEVICE
-            runner._programs = good._replace(prefill=lambda _, tokens: good.prefill(before, tokens))
+            runner._programs = good._replace(prefill=lambda _, *rest, **more: good.prefill(before, *rest, **more))
 
     def digests(self, timeout_s: float) -> tuple[WeightVersion, Mapping[str, str]]:
         """As if what it serves were what it was given."""

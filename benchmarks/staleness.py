@@ -23,7 +23,8 @@ from rich.table import Table
 from benchmarks import campaign
 from benchmarks.campaign import Cell
 from benchmarks.marks import Marks
-from penstock.overseer.results import Interval, mean_interval, read_stats
+from penstock.overseer.results import read_stats
+from penstock.types.intervals import Interval, mean_interval
 
 FRESH = "S = 0"
 CORRECTIONS: dict[str, tuple[str, ...]] = {

@@ -29,9 +29,9 @@ from benchmarks import campaign
 from benchmarks.first_step import last_line, peer, started
 from benchmarks.marks import Marks
 from penstock.environments import cats
-from penstock.overseer.results import mean_interval
 from penstock.rundir import RunDirectory, read_metrics
 from penstock.text import Tokenizer
+from penstock.types.intervals import mean_interval
 
 RECIPE = "named_animal"
 OURS = "Penstock"

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from penstock.learner import step as compiled
 from penstock.learner.optimizer import applier, initial_state
 from penstock.learner.step import plan_update
 from penstock.model.language import Decoder, ModelConfig, Segments
+from penstock.model.language.attention_choice import Remat, platform_named
 from penstock.types import RLExample, Rollout, RolloutMetadata, TrainingBatch
 
 SHAPE = ModelConfig(
@@ -58,8 +59,8 @@ def main() -> None:
     plain = plain_update(decoder, examples)
     print_correctness(decoder, examples, arguments)
     report("plain update, whole log-softmax", timings(plain, arguments.repeats), flops, rate)
-    choices = product((4, 8, 16, 32), (128, 256, 512), (True, False)) if arguments.sweep else [
-        (arguments.rows, arguments.tile, not arguments.no_remat)
+    choices = product((4, 8, 16, 32), (128, 256, 512), get_args(Remat)[:3]) if arguments.sweep else [
+        (arguments.rows, arguments.tile, arguments.remat)
     ]  # fmt: skip
     for rows, tile, remat in choices:
         config = learner_config(rows, tile, remat)
@@ -79,7 +80,7 @@ class NoTokenizer:
 
 def print_checkpoint_pause(decoder: Decoder, arguments: argparse.Namespace) -> None:
     """What training stands still for a checkpoint: a snapshot, and the whole write as at staleness zero."""
-    learner = Learner(decoder, learner_config(arguments.rows, arguments.tile, True), 1)
+    learner = Learner(decoder, learner_config(arguments.rows, arguments.tile, "layer"), 1)
     pauses: dict[str, list[float]] = {"written at once": [], "snapshot": []}
     with tempfile.TemporaryDirectory() as folder:
         for step in range(arguments.repeats):
@@ -101,12 +102,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--rows", type=int, default=16, help="micro_batch_rows")
     parser.add_argument("--tile", type=int, default=256, help="head_tile_tokens")
-    parser.add_argument("--no-remat", action="store_true")
+    parser.add_argument("--remat", choices=get_args(Remat), default="layer")
     parser.add_argument("--sweep", action="store_true", help="try rows, tiles and remat")
     return parser.parse_args()
 
 
-def learner_config(rows: int, tile: int, remat: bool) -> LearnerConfig:
+def learner_config(rows: int, tile: int, remat: Remat) -> LearnerConfig:
     return LearnerConfig(
         row_length=LENGTH,
         micro_batch_rows=rows,
@@ -188,7 +189,7 @@ def plain_update(decoder: Decoder, examples: tuple[RLExample, ...]) -> Callable[
 
 def print_correctness(decoder: Decoder, examples: tuple[RLExample, ...], arguments: argparse.Namespace) -> None:
     value, expected = jax.jit(jax.value_and_grad(plain_loss))(decoder, stacked(examples))
-    options = compiled.ForwardOptions(not arguments.no_remat, arguments.tile)
+    options = compiled.ForwardOptions(arguments.remat, arguments.tile)
     accumulate = compiled.policy_accumulator(LossConfig(), options)
     so_far = compiled.zeros_maker()(decoder)
     for micro_batch in plan_update(examples, LossConfig(), [RowShape(LENGTH, arguments.rows)], 0).micro_batches:
@@ -208,7 +209,9 @@ def time_learner(
     learner.compile()
     print(f"  compiled in {time.perf_counter() - started:.1f} s")
     plan = plan_update(examples, config.loss, config.row_shapes, 0)
-    score = compiled.scorer(compiled.ForwardOptions(config.remat, config.head_tile_tokens))
+    score = compiled.scorer(
+        compiled.ForwardOptions(config.remat, config.head_tile(platform_named(jax.default_backend())))
+    )
     forward = timings(lambda: [score(decoder, micro_batch) for micro_batch in plan.micro_batches], repeats)
     metrics: list[dict[str, float]] = []
 

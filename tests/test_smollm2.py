@@ -24,7 +24,7 @@ import penstock
 from penstock.batch import example_from_pair
 from penstock.inference import EngineConfig, EngineContext, InferenceEngine
 from penstock.inference.config import ServeConfig
-from penstock.inference.http_server import serve
+from penstock.inference.serving import serve
 from penstock.learner import Learner
 from penstock.learner.config import LearnerConfig
 from penstock.model.language import PolicyConfig, Segments, load_decoder, load_policy, named_arrays

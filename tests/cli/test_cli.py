@@ -20,8 +20,8 @@ from penstock.types import (
 )
 
 VERBS = [
-    "train", "eval", "generate", "serve", "export", "rollouts", "status", "scale", "replay", "why", "fit", "recipes",
-    "config", "doctor", "fleet", "curriculum", "env",
+    "train", "eval", "generate", "serve", "export", "rollouts", "dashboard", "status", "scale", "replay", "why", "fit",
+    "recipes", "config", "doctor", "fleet", "curriculum", "env",
 ]  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def test_every_command_takes_the_dtype_by_the_same_key(tmp_path, monkeypatch, ca
         assert {str(array.dtype) for array in jax.tree.leaves(decoder)} == {decoder.config.dtype}
         raise ConfigError(f"the engine would compute in {decoder.config.dtype}")  # enough: the command ends here
 
-    for module in ("overseer.doctor_probes", "inference.http_server", "inference"):  # the last is read by the others
+    for module in ("overseer.doctor_probes", "inference.serving", "inference"):  # the last is read by the others
         monkeypatch.setattr(f"penstock.{module}.InferenceEngine", engine)
     monkeypatch.chdir(tmp_path)
     tokenizer = Tokenizer.load("penstock")

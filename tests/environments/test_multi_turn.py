@@ -74,7 +74,7 @@ def test_a_whole_conversation_token_by_token():
     ]
     assert [call.decoding.max_output_tokens for call in context.calls] == room
     assert metrics == {
-        "failed_groups": 0.0, "turns": 3.0, "rewritten": 0.0,
+        "failed_groups": 0.0, "turns": 3.0, "samples": 1.0, "rewritten": 0.0,
         "ended_by_turns": 0.0, "ended_by_tokens": 0.0, "ended_by_seconds": 0.0,
     }  # fmt: skip
 
@@ -278,7 +278,7 @@ def test_the_tokens_of_a_conversation_are_those_of_its_template(directory, famil
     )
 
 
-def test_what_a_template_would_write_otherwise_is_counted_and_trained_as_it_was(directory):  # noqa: F811
+def test_where_a_template_rewrites_what_was_said_a_new_sample_begins(directory):  # noqa: F811
     """Without thinking, Qwen3 opens an answer with an empty thought and leaves it out of earlier answers."""
 
     class Quiet(Guess):
@@ -287,11 +287,47 @@ def test_what_a_template_would_write_otherwise_is_counted_and_trained_as_it_was(
 
     codec = Tokenizer.load(directory("qwen3"))
     (rollout,), metrics, context = play(Quiet(template="chat"), ["5", "9", "7"], tokens=900, codec=codec)
-    assert metrics["rewritten"] == 1.0
+    assert (metrics["rewritten"], metrics["samples"], metrics["turns"]) == (1.0, 3.0, 3.0)
     shown = codec.decode(context.calls[2].prompts[0], skip_special_tokens=False)
-    assert shown.count("<think>\n\n</think>\n\n") == 3, "before each answer, as it was when that was sampled"
+    assert shown.count("<think>\n\n</think>\n\n") == 1, "before the answer that is to come, as the template has it"
     everything = np.concatenate([rollout.prompt_tokens, rollout.response_tokens])
-    np.testing.assert_array_equal(everything[: rollout.turns[-1].start], context.calls[2].prompts[0])
+    said = [turn for turn in rollout.turns if turn.role == "assistant"]
+    assert rollout.sample_starts == (0, said[0].stop, said[1].stop)
+    for start, turn, call in zip(rollout.sample_starts, said, context.calls, strict=True):
+        np.testing.assert_array_equal(everything[start : turn.start], call.prompts[0])
+    sampled = np.concatenate([np.zeros(len(rollout.prompt_tokens), bool), rollout.response_mask])
+    assert np.flatnonzero(sampled).tolist() == [at for turn in said for at in range(turn.start, turn.stop)]
+    assert [codec.decode(everything[turn.start : turn.stop]) for turn in said] == ["5", "9", "7"]
+    assert not rollout.response_logprobs[~rollout.response_mask].any()
+
+
+def test_the_room_of_an_answer_is_that_of_its_sample(directory):  # noqa: F811
+    """A thought that the template drops frees its tokens for later answers."""
+
+    class Dreamer(Guess):
+        def respond(self, conversation):
+            return "go on"
+
+        def is_done(self, conversation):
+            return False
+
+    codec = Tokenizer.load(directory("forgetful"))
+    thought = f"{'hm ' * 60}5"
+    (rollout,), metrics, context = play(Dreamer(template="chat", max_turns=3), [thought] * 3, tokens=400, codec=codec)
+    assert (metrics["samples"], metrics["ended_by_turns"]) == (3.0, 1.0), "together they are longer than 400 tokens"
+    assert len(rollout.response_tokens) > 400 and rollout.finish_reason == "stop"
+    lengths = [len(call.prompts[0]) for call in context.calls]
+    limits = [call.decoding.max_output_tokens for call in context.calls]
+    assert [p + limit for p, limit in zip(lengths, limits, strict=True)] == [lengths[0] + 400] * 3
+    assert rollout.longest_sample <= lengths[0] + 400
+
+    class Chatty(Dreamer):
+        def respond(self, conversation):
+            return "go on " * 25
+
+    (cut,), metrics, context = play(Chatty(template="chat", max_turns=9), [thought] * 9, tokens=400, codec=codec)
+    assert (cut.finish_reason, metrics["ended_by_tokens"], metrics["turns"]) == ("length", 1.0, 3.0)
+    assert len(cut.sample_starts) == 3 == len(context.calls), "what was never answered begins no sample"
 
 
 def test_sampled_tokens_are_kept_where_encoding_their_text_would_give_others(directory):  # noqa: F811

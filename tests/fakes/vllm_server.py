@@ -245,7 +245,7 @@ class FakeVllm:
             else:
                 spans.append({"version": label, "start": position, "end": position + 1})
         logprobs = completion.response_logprobs.tolist()
-        if sampling.get("top_k") == 1 and not self.raw:
+        if sampling.get("top_p", 1.0) < 1e-3 and not self.raw:
             logprobs = [0.0 for _ in logprobs]  # after truncation
         elif self.raw:
             logprobs = [each * sampling["temperature"] - 0.1 for each in logprobs]

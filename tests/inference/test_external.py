@@ -257,7 +257,8 @@ def fake(directory, codec, config):
 def context(fake, codec, make_pool):
     fake.full = False
     served = Server("inference-0", 0, fake.server.url, version=WeightVersion(0, 0))
-    pool = make_pool(served, dialect=VllmDialect(external(), 64))
+    pool = make_pool(served)
+    pool.dialect = VllmDialect(external(), 64)
     return RemoteContext(pool, codec)
 
 

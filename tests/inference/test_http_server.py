@@ -13,7 +13,7 @@ import pytest
 from tests.certificates import write_certificate
 
 from penstock.inference import EngineConfig, HttpServer, ServeConfig, create_app, serve
-from penstock.inference.http_server import model_directory
+from penstock.inference.serving import model_directory
 from penstock.model.language import save_decoder
 from penstock.text import Tokenizer
 from penstock.types import CheckpointError, ConfigError, RunFailed

@@ -5,7 +5,9 @@ import threading
 from collections import Counter
 
 import equinox as eqx
+import jax
 import jax.monitoring
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -73,12 +75,12 @@ def test_an_engine_that_serves_at_once_compiles_what_is_asked_for_and_tells_each
     engine.start(lazily=True)
     told = engine.compiling(WAIT_S)
     first = engine.submit([request(5, 3)])[0].result(WAIT_S)
-    early = {next(told).name for _ in range(5)}
+    early = {next(told).name for _ in range(6)}
     assert early == {
         "decode, window 16", "prefill, 2 × 9 prompt tokens", "insert, 2 × 9 prompt tokens, window 16",
-        "resize, window 16 to 63", "decode, window 63",
+        "decode, 1 rows by pages, window 16", "resize, window 16 to 63", "decode, window 63",
     }  # fmt: skip
-    assert len(counter.names) == 5  # each once, and nothing that is not told
+    assert len(counter.names) == 6  # each once, and nothing that is not told
     engine.set_weights(WeightVersion(0, 1), new)
     engine.wait_until_served(WeightVersion(0, 1), WAIT_S)
     assert engine.digests(WAIT_S)[1] == digests_of(named_arrays(new))
@@ -87,7 +89,7 @@ def test_an_engine_that_serves_at_once_compiles_what_is_asked_for_and_tells_each
     engine.compile_rest()
     engine.compile_rest()
     rest = list(told)  # ends: all are there
-    assert len(rest) == 13 - 5 - 2 == len(counter.names) and rest[-1].number == rest[-1].of == 13
+    assert len(rest) == 15 - 6 - 2 == len(counter.names) and rest[-1].number == rest[-1].of == 15
     counter.names = []
     futures = engine.submit([request(5, 3), request(50, 9, n=2, top_k=3), request(5, 6, seed=3), request(1, 60)])
     results = [future.result(WAIT_S) for future in futures]
@@ -139,6 +141,56 @@ def test_the_window_follows_the_longest_live_sequence(engine, config, monkeypatc
     assert windows == [16]
 
 
+def rows_of(lengths, slots=6, budget=9):
+    rows = {name: array.copy() for name, array in SlotTable(slots, 2).rows.items()}
+    for slot, length in lengths.items():
+        rows["positions"][slot], rows["budget"][slot] = length, budget
+    return rows
+
+
+def test_the_program_of_a_dispatch_is_chosen_by_what_is_live_alone(decoder, config):
+    shapes = config.model_copy(update={"max_slots": 6, "max_seq_len": 300, "decode_rows": (1, 2), "windows": (128,)})
+    runner = ModelRunner(decoder, shapes)
+    few = {"1": {5: 100}, "2": {0: 3, 4: 100}}
+    for count, lengths in few.items():
+        assert runner._decode_shape(rows_of(lengths)) == (
+            f"decode, {count} rows by pages, window 128",
+            int(count),
+            "pages",
+        )
+    assert runner._decode_shape(rows_of(dict.fromkeys(range(3), 9))) == ("decode, window 128", 6, "dense")
+    runner.resize(300)  # pages of 128: 18 in all
+    ragged = {0: 290, **dict.fromkeys(range(1, 6), 9)}
+    assert runner._decode_shape(rows_of(ragged)) == ("decode, 6 rows by pages, window 300", 6, "pages")
+    assert runner._decode_shape(rows_of(ragged | {1: 130})) == ("decode, 6 rows by pages, window 300", 6, "pages")
+    assert runner._decode_shape(rows_of(ragged | {1: 125})) == ("decode, 6 rows by pages, window 300", 6, "pages")
+    assert runner._decode_shape(rows_of(ragged | {1: 130, 2: 128})) == ("decode, window 300", 6, "dense")
+
+
+@pytest.mark.parametrize("lengths", [{3: 7}, {1: 140, 4: 3}, {0: 290, 1: 3, 2: 130, 5: 20}])
+def test_few_rows_and_pages_sample_what_all_slots_sample(decoder, config, lengths):
+    shapes = config.model_copy(update={"max_slots": 6, "max_seq_len": 300, "decode_rows": (1, 2), "windows": (300,)})
+    found, rng = {}, np.random.default_rng(0)
+    noise = rng.normal(size=(6, 2, 300, 8)).astype(np.float32)
+    for kernel in ("dense", "pages"):
+        runner = ModelRunner(decoder, shapes)
+        runner._cache = jax.tree.map(lambda _: jnp.array(noise), runner._cache)
+        rows = rows_of(lengths)
+        shape = runner._decode_shape(rows)
+        found[kernel] = runner._decode(rows, *(shape if kernel == "pages" else ("decode, window 300", 6, "dense")))
+        found[kernel, "cache"] = np.asarray(runner._cache.values[1])
+    assert shape[2] == "pages"
+    assert (
+        found["pages"].count.tolist() == [4 * (slot in lengths) for slot in range(6)] == found["dense"].count.tolist()
+    )
+    for slot in lengths:
+        np.testing.assert_array_equal(found["pages"].tokens[:, slot], found["dense"].tokens[:, slot])
+        np.testing.assert_allclose(found["pages"].logprobs[:, slot], found["dense"].logprobs[:, slot], atol=1e-5)
+    np.testing.assert_allclose(found["pages", "cache"], found["dense", "cache"], atol=1e-5)
+    written = np.abs(found["pages", "cache"] - noise).sum((1, 3)) > 0
+    assert written.sum(1).tolist() == found["dense"].count.tolist()  # and idle slots are as they were
+
+
 def test_resizing_passes_only_compiled_steps(decoder, config):
     shapes = config.model_copy(update={"windows": (8, 16, 32)})
     runner = ModelRunner(decoder, shapes)
@@ -173,6 +225,6 @@ def test_warm_up_leaves_the_smallest_window_and_touches_no_slot(decoder, config)
     assert runner.window == 16
     names = [program.name.partition(",")[0] for program in programs]
     # Prefills are of no window, and small enough for one number of rows; what they made is inserted into either.
-    assert Counter(names) == {"decode": 2, "fork": 2, "resize": 2, "prefill": 2, "insert": 3, "digests": 2}
-    assert [(program.number, program.of) for program in programs] == [(number, 13) for number in range(1, 14)]
+    assert Counter(names) == {"decode": 4, "fork": 2, "resize": 2, "prefill": 2, "insert": 3, "digests": 2}
+    assert [(program.number, program.of) for program in programs] == [(number, 15) for number in range(1, 16)]
     assert all(float(np.abs(np.asarray(a)).max()) == 0 for a in (*runner._cache.keys, *runner._cache.values))

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from penstock.inference.model_runner import append, create_cache, fork, insert, resize
+from penstock.inference.decoding import append, create_cache, fork, insert, resize
 from penstock.model.language import ModelConfig
 
 MODEL = ModelConfig(
@@ -26,12 +26,12 @@ def test_layout_is_slot_head_position_dim_per_layer():
     assert {a.shape for a in (*cache.keys, *cache.values)} == {(5, 2, 16, 4)}
 
 
-def test_append_writes_each_slot_at_its_own_position_and_nothing_beyond_the_window():
+def test_append_writes_each_row_into_its_slot_at_its_own_position_and_nothing_beyond_the_window():
     before = numbered(3, 4).keys[0]
     entry = -jnp.arange(1.0, 25.0).reshape(3, 2, 4)
-    after = append(before, entry, jnp.array([2, 4, 0], jnp.int32))
+    after = append(before, entry, jnp.array([2, 0, 1], jnp.int32), jnp.array([2, 4, 0], jnp.int32))
     expected = np.array(before)
-    expected[0, :, 2], expected[2, :, 0] = entry[0], entry[2]
+    expected[2, :, 2], expected[1, :, 0] = entry[0], entry[2]
     np.testing.assert_array_equal(after, expected)
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from penstock.inference import GenerationRequest
+from penstock.inference.decoding import ServedWeights, create_cache, decode
 from penstock.inference.dispatch import SlotRows
-from penstock.inference.model_runner import ServedWeights, create_cache, decode
 from penstock.model.language import Segments
 from penstock.model.language.config import YarnScaling
 from penstock.types import SAMPLING_FIELDS, Decoding
@@ -74,6 +74,7 @@ def test_engine_and_packed_forward_agree_on_ragged_sequences(
 def rows_of(budget, stops):
     slots = len(budget)
     return SlotRows(
+        slots=jnp.arange(slots, dtype=jnp.int32),
         tokens=jnp.arange(slots, dtype=jnp.int32),
         positions=jnp.zeros(slots, jnp.int32),
         budget=jnp.array(budget, jnp.int32),

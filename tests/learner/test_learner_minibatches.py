@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from penstock.batch import DeadlineBatchMaker
+from penstock.batch.examples import minibatches_of
 from penstock.learner import Learner, LearnerConfig, LossConfig, OptimizerConfig
 from penstock.learner.config import Preset
-from penstock.learner.step import minibatches_of
 from penstock.model.language import Segments
 from penstock.types import Rollout, RolloutMetadata, fold, generator
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.adapted import LORA, adapted
 
-from penstock.inference.model_runner import ServedWeights
+from penstock.inference.decoding import ServedWeights
 from penstock.learner import KlConfig, Learner, LearnerConfig, OptimizerConfig, load_checkpoint, save_checkpoint
 from penstock.learner.checkpoints import restore_learner
 from penstock.learner.reference import check_reference

@@ -39,7 +39,7 @@ def test_the_gradient_of_a_language_policy_saves_the_products_of_what_is_frozen(
     """
     shape = InitConfig(hidden_size=64, num_hidden_layers=3, intermediate_size=176, vocab_size=256)
     decoder = Decoder.initialise(shape.model(256, "float32"), jax.random.key(0))
-    batch, options = empty_micro_batch(RowShape(128, 2)), ForwardOptions(remat=True, head_tile_tokens=64)
+    batch, options = empty_micro_batch(RowShape(128, 2)), ForwardOptions(remat="layer", head_tile_tokens=64)
 
     def cost(names: tuple[str, ...]) -> tuple[float, int]:
         so_far = jax.eval_shape(zeros_maker(names), decoder)

@@ -7,7 +7,7 @@ import pytest
 from tests.waiting import wait_until
 
 from penstock.model import programs
-from penstock.model.programs import choose_cache, compile_programs
+from penstock.model.programs import LazyPrograms, choose_cache, compile_programs, light_compilation
 
 WAIT_S = 20.0
 CACHE_KEYS = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
@@ -93,6 +93,22 @@ def test_what_is_not_asked_for_is_not_begun_and_a_failure_is_raised(processors):
     assert "third" not in compiled
     with pytest.raises(ZeroDivisionError):
         list(compile_programs({"broken": lambda: 1 // 0}))
+
+
+def test_what_is_begun_is_not_compiled_again():
+    compiled = list[str]()
+    begun = LazyPrograms({"shared": lambda: compiled.append("ahead")}, lambda told: None)
+    begun.compile()
+    programs = {name: lambda name=name: compiled.append(name) for name in ("shared", "own")}
+    assert sorted(told.name for told in compile_programs(programs, begun=begun)) == ["own", "shared"]
+    assert sorted(compiled) == ["ahead", "own"]
+
+
+def test_a_program_is_compiled_lightly_in_float32_on_a_cpu_alone():
+    assert light_compilation("cpu", "float32") == {
+        "xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False
+    }  # fmt: skip
+    assert light_compilation("cpu", "bfloat16") is light_compilation("gpu", "float32") is None
 
 
 def test_compiled_programs_are_never_read_from_disk_on_a_cpu(tmp_path):

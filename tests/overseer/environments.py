@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from penstock.environments import Example, MultiTurnEnvironment
 from penstock.environments.cats import CatsEnvironment
 
 
@@ -22,6 +23,21 @@ class UnmovedEnvironment(CatsEnvironment):
 
     def score(self, example, text, completion):
         return 0.0
+
+
+class TalkingEnvironment(MultiTurnEnvironment):
+    """Three turns, whatever is said; worth the share of small letters in the last of them."""
+
+    examples = tuple(Example(str(number), f"Say {number}.") for number in range(64))
+
+    def __init__(self) -> None:
+        super().__init__("talk", template="chat", max_turns=3, turn_tokens=40)
+
+    def respond(self, conversation):
+        return "And?"
+
+    def score(self, conversation):
+        return sum(letter.islower() for letter in conversation.text) / max(len(conversation.text), 1)
 
 
 class FlakyEnvironment(CatsEnvironment):

@@ -8,8 +8,9 @@ import pytest
 
 from penstock.batch import RowShape
 from penstock.inference.config import EngineConfig
+from penstock.inference.decoding import ServedWeights, create_cache
 from penstock.inference.dispatch import to_device
-from penstock.inference.model_runner import ONE_DEVICE, ServedWeights, create_cache
+from penstock.inference.model_runner import ONE_DEVICE
 from penstock.inference.scheduler import SlotTable
 from penstock.learner import step
 from penstock.learner.config import LearnerConfig
@@ -59,7 +60,9 @@ def test_attention_scores_are_quadratic_in_the_row_length_by_hand():
 def test_attention_of_other_kernels_is_linear_in_the_row_length_by_hand():
     rows = RowShape(10, 2)
     assert attention_bytes(MODEL, rows, "blocks") == 20 * (16 + 8) * 8 * 4
-    assert attention_bytes(MODEL, rows, "blocks", remat=False) == 20 * (16 + 8) * 12 * 4
+    assert attention_bytes(MODEL, rows, "blocks", remat="products") == 20 * (16 + 8) * 12 * 4
+    every_layer = 3 * 2 * 4 * 100 * 8
+    assert attention_bytes(MODEL, rows, remat="none") == attention_bytes(MODEL, rows) + every_layer
     assert attention_bytes(HALF, rows, "triton", on_cpu=False) == 20 * (16 + 8) * 8 * 2
     assert attention_bytes(MODEL, RowShape(20, 2), "blocks") == 2 * attention_bytes(MODEL, rows, "blocks")
 
@@ -76,10 +79,13 @@ def test_of_several_row_lengths_that_which_takes_most_counts():
 def test_activations_by_hand():
     tokens, inside = 20, 4 * 16 + 3 * 16 + 4 * 8 + 4 * 48
     kept = 3 * tokens * (2 * 16 + 2 * 16 + 2 * 8 + 2 * 48)
-    assert activation_bytes(MODEL, 2, 10, remat=True) == 3 * tokens * 16 * 4 + tokens * inside * 4
-    assert activation_bytes(HALF, 2, 10, remat=True, on_cpu=False) == 3 * tokens * 16 * 2 + tokens * inside * 2
-    assert activation_bytes(MODEL, 2, 10, remat=False) == kept * 4 + tokens * (16 + 2 * 48) * 4
-    assert activation_bytes(HALF, 2, 10, remat=False) == kept * 2 + 2 * tokens * inside * 4
+    assert activation_bytes(MODEL, 2, 10, remat="layer") == 3 * tokens * 16 * 4 + tokens * inside * 4
+    assert activation_bytes(HALF, 2, 10, remat="layer", on_cpu=False) == 3 * tokens * 16 * 2 + tokens * inside * 2
+    assert activation_bytes(MODEL, 2, 10, remat="products") == kept * 4 + tokens * (16 + 2 * 48) * 4
+    assert activation_bytes(HALF, 2, 10, remat="offload", on_cpu=False) == tokens * inside * 2
+    everything = 3 * tokens * (11 * 16 + 3 * 16 + 2 * 8 + 6 * 48)
+    assert activation_bytes(MODEL, 2, 10, remat="none") == everything * 4 + tokens * (16 + 2 * 48) * 4
+    assert activation_bytes(HALF, 2, 10, remat="products") == kept * 2 + 2 * tokens * inside * 4
 
 
 def test_what_is_frozen_has_no_gradient_and_no_state():
@@ -115,6 +121,12 @@ def test_a_run_counts_two_versions_on_either_side_and_a_master_in_float32(model,
     assert estimate.copies_bytes == (0 if width == 4 else copies)
     names = estimate.__dataclass_fields__
     assert estimate.total_bytes == sum(getattr(estimate, name) for name in names)
+
+
+def test_an_offloaded_state_takes_nothing_on_the_device_and_a_step_what_is_new():
+    learner = LearnerConfig(optimizer={"offload": True})
+    estimate = estimate_memory(HALF, EngineConfig(), learner, on_cpu=False)
+    assert estimate.optimizer_bytes == 0 and step_temporaries(HALF, learner) == 2 * HALF.parameter_count
 
 
 @pytest.mark.parametrize(("model", "width", "state"), [(MODEL, 4, 8), (HALF, 2, 12)])
@@ -156,7 +168,7 @@ def test_the_gradient_takes_what_the_compiler_for_an_h100_allotted(shape, kv_hea
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
         head_dim=hidden // heads, tie_word_embeddings=tied, dtype="bfloat16",
     )  # fmt: skip
-    learner = LearnerConfig(row_length=row_length, micro_batch_rows=rows, remat=True, attention="dense")
+    learner = LearnerConfig(row_length=row_length, micro_batch_rows=rows, attention="dense", head_tile_tokens=256)
     assert sum(gradient_temporaries(model, learner, on_cpu=False).values()) / 1e9 == pytest.approx(gigabytes, rel=CLOSE)
 
 
@@ -191,14 +203,14 @@ def shapes(request, dtype):
     return model, jax.eval_shape(drawn), sizes
 
 
-@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("remat", ["layer", "products", pytest.param("none", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attention", ["auto", pytest.param("dense", marks=pytest.mark.slow)])
 def test_the_gradient_takes_what_the_compiler_allots(shapes, remat, attention):
     model, decoder, sizes = shapes
     learner = LearnerConfig(
         row_length=sizes["row_length"], micro_batch_rows=sizes["rows"], remat=remat, attention=attention
     )
-    run = step.policy_accumulator(learner.loss, step.ForwardOptions(remat, learner.head_tile_tokens, attention))
+    run = step.policy_accumulator(learner.loss, step.ForwardOptions(remat, learner.head_tile("cpu"), attention))
     batch = step.empty_micro_batch(RowShape(sizes["row_length"], sizes["rows"]))
     allotted = peak_bytes(run.lower(decoder, jax.eval_shape(step.zeros, decoder), batch))
     estimate = estimate_memory(model, EngineConfig(), learner)
@@ -207,14 +219,14 @@ def test_the_gradient_takes_what_the_compiler_allots(shapes, remat, attention):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("remat", ["layer", "products"])
 def test_the_gradient_of_an_adapter_takes_what_the_compiler_allots(shapes, remat):
     model, decoder, sizes = shapes
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), decoder)
     decoder = adapted(zeros, LoraConfig(rank=16))
-    model, batch = decoder.config, step.empty_micro_batch(sizes["row_length"], sizes["rows"])
+    model, batch = decoder.config, step.empty_micro_batch(RowShape(sizes["row_length"], sizes["rows"]))
     learner = LearnerConfig(row_length=sizes["row_length"], micro_batch_rows=sizes["rows"], remat=remat)
-    run = step.policy_accumulator(learner.loss, step.ForwardOptions(remat, learner.head_tile_tokens), model.still)
+    run = step.policy_accumulator(learner.loss, step.ForwardOptions(remat, learner.head_tile("cpu")), model.still)
     so_far = jax.eval_shape(lambda parameters: step.zeros(parameters, model.still), decoder)
     allotted = peak_bytes(run.lower(decoder, so_far, batch))
     held = base_bytes(model) + moving_bytes(model) + 4 * trained_count(model, learner)

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from penstock.overseer.evaluation_report import Difference, Estimate, EvaluationReport, LessonReport
-from penstock.overseer.results import proportion_interval, wilson_interval
 from penstock.types import Rollout, RolloutBatch, RolloutGroup
+from penstock.types.intervals import proportion_interval, wilson_interval
 
 
 def group(key: str, *rewards: float, tokens: int = 2) -> RolloutGroup:

@@ -36,6 +36,34 @@ from penstock.types import (
 )
 
 
+def of_two_samples(record: RolloutRecord) -> RolloutRecord:
+    return dataclasses.replace(record, rollout=dataclasses.replace(record.rollout, sample_starts=(0, 4)))
+
+
+def test_samples_come_back_beside_rollouts_of_one(records):
+    written = [of_two_samples(records[0]), *records]
+    table = table_from_records(written)
+    assert table.column("sample_starts").to_pylist() == [[0, 4], [0], [0]]
+    for left, right in zip(written, records_from_table(table), strict=True):
+        assert_same(left, right)
+    for chosen in (table.slice(1), table.slice(0, 1)):
+        assert [r.rollout.rollout_id for r in records_from_table(chosen)] == chosen.column("rollout_id").to_pylist()
+
+
+def test_rows_from_before_there_were_samples_are_of_one_each(records):
+    older = table_from_records(records).drop_columns(["sample_starts"])
+    assert [record.rollout.sample_starts for record in records_from_table(older)] == [(0,), (0,)]
+
+
+def test_samples_that_cannot_be_are_refused_by_row_and_field(records):
+    table = table_from_records(records)
+    for starts, message in (([0, 5], "begins with a sampled"), ([1], "must begin with 0"), ([0, 99], "must begin")):
+        column = pa.array([starts, [0]], pa.list_(pa.int32()))
+        wrong = table.set_column(table.schema.get_field_index("sample_starts"), "sample_starts", column)
+        with pytest.raises(InvalidRolloutError, match=f"row 0: .*{message}"):
+            records_from_table(wrong)
+
+
 def assert_same(left, right):
     """Equality of records field by field, arrays with dtype and values."""
     assert type(left) is type(right)

@@ -51,7 +51,14 @@ LLAMA3 = (
     "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
+FORGETFUL = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}"
+    "{{- message.content[-1:] if message.role == 'assistant' else message.content }}"
+    "{{- '<|im_end|>\n' }}{%- endfor %}" + OPEN + "{%- endif %}"
+)
+"""Keeps only the last character of earlier answers, as Qwen3 drops earlier thoughts."""
 FAMILIES = {
+    "forgetful": (FORGETFUL, None, "<|im_end|>"),
     "qwen2.5": (QWEN2_5, None, "<|im_end|>"),
     "qwen3": (QWEN3, None, "<|im_end|>"),
     "smollm2": (SMOLLM2, "<|im_start|>", "<|im_end|>"),

@@ -109,12 +109,24 @@ def test_a_wandb_that_refuses_to_start_is_bad_input(wandb, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(
     ("service", "module", "section"),
-    [("tensorboard", "tensorboardX", {"tensorboard": {}}), ("wandb", "wandb", {"wandb": {}})],
+    [
+        ("mlflow", "mlflow", {"mlflow": {}}),
+        ("tensorboard", "tensorboardX", {"tensorboard": {}}),
+        ("trackio", "trackio", {"trackio": {}}),
+        ("wandb", "wandb", {"wandb": {}}),
+    ],
 )
 def test_a_missing_package_names_the_extra_to_install(service, module, section, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)  # import of it fails
     with pytest.raises(ConfigError, match=rf"tracking\.{service} needs {module}.*pip install 'penstock\[{service}\]'"):
         make_tracker(TrackingConfig.model_validate(section), tmp_path, {}, lambda name, error: None)
+
+
+@pytest.mark.parametrize("uri", ["postgresql://me:secret@db/mlflow", "https://me:secret@tracks.example"])
+def test_a_password_is_not_kept_in_the_run_directory(uri):
+    with pytest.raises(ValueError, match="has a password.*set MLFLOW_TRACKING_URI instead"):
+        TrackingConfig.model_validate({"mlflow": {"uri": uri}})
+    TrackingConfig.model_validate({"mlflow": {"uri": uri.replace("me:secret@", "")}})
 
 
 def test_the_configuration_says_which_trackers_are_made(tensorboard, wandb, tmp_path):

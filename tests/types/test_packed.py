@@ -29,6 +29,7 @@ def make_rollout(p=3, r=5, steps=True, index=0):
         turns=(Turn("user", "hi", 0, p),),
         decoding=Decoding(temperature=0.7),
         finish_reason="length",
+        sample_starts=(0, p + 1) if r > 1 else (0,),
     )
 
 
@@ -43,7 +44,7 @@ def test_every_field_and_property_is_the_same(p, r, steps):
             assert mine.dtype == other.dtype and np.array_equal(mine, other) and not mine.flags.writeable
         else:
             assert mine == other, field.name
-    for name in ("group_id", "sampled_tokens", "newest_weight_step", "defect"):
+    for name in ("group_id", "sampled_tokens", "newest_weight_step", "defect", "longest_sample"):
         assert getattr(packed, name) == getattr(rollout, name), name
     assert packed.response_length == r
 

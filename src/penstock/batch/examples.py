@@ -1,14 +1,19 @@
 """One rollout as one training example: prompt and response end to end, aligned token by token; and facts about a batch.
 
+An example of a rollout of several samples has a segment for each, as a packed row has for each sequence; wherever the
+two meet (packing, scoring), its samples go their own ways (`samples_of`).
+
 Every array is aligned with `tokens`: position t holds what belongs to the token at t (its advantage, its
-behaviour log-probability, the version that sampled it), not to the prediction made there. A sequence is taken
+behaviour log-probability, the version that sampled it), not to the prediction made there. A sample is taken
 whole or refused; nothing is ever cut, because a cut answer would be trained with a reward it did not earn.
 """
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int64
 
 from penstock.types import AnyRollout, InvalidRolloutError, RLExample, RolloutGroup
 
@@ -21,7 +26,7 @@ def check_trainable(rollout: AnyRollout, max_tokens: int, allow_truncated_sampli
 
     Args:
         rollout: The rollout to check, with its metadata.
-        max_tokens: Longest sequence, prompt and response together.
+        max_tokens: Longest sample, context and answers together.
         allow_truncated_sampling: Accept `Decoding.truncation`, whose sampled distribution is not the one the
             learner differentiates. Temperature 0 is never accepted.
 
@@ -30,7 +35,7 @@ def check_trainable(rollout: AnyRollout, max_tokens: int, allow_truncated_sampli
     """
     name = f"rollout {rollout.rollout_id or '(no id)'}"
     mask = rollout.response_mask
-    length = len(rollout.prompt_tokens) + len(mask)
+    length = rollout.longest_sample
     if rollout.metadata is None:
         raise InvalidRolloutError(f"{name} has no metadata: attach it with Rollout.with_metadata")
     if not mask.any():
@@ -38,8 +43,9 @@ def check_trainable(rollout: AnyRollout, max_tokens: int, allow_truncated_sampli
     if rollout.finish_reason == "aborted":
         raise InvalidRolloutError(f"{name} was aborted: its reward belongs to an answer it did not finish")
     if length > max_tokens:
+        what = "has" if len(rollout.sample_starts) == 1 else "has a sample of"
         raise InvalidRolloutError(
-            f"{name} has {length} tokens, a training row {max_tokens}: "
+            f"{name} {what} {length} tokens, a training row {max_tokens}: "
             "raise learner.row_length or lower max_output_tokens"
         )
     if rollout.decoding.temperature == 0:
@@ -68,11 +74,11 @@ def example_from_rollout(
         rollout: With metadata; p prompt and r response tokens.
         advantage: One number for every sampled token, or float32 [r] with one for each response token; what the policy
             did not sample gets 0.
-        max_tokens: Longest sequence, p + r.
+        max_tokens: Longest sample; p + r of a rollout that is one.
         allow_truncated_sampling: See `check_trainable`.
 
     Returns:
-        An example of p + r positions and one segment.
+        An example of p + r positions, with a segment for each sample.
 
     Raises:
         InvalidRolloutError: the rollout cannot be trained on; see `check_trainable`.
@@ -90,11 +96,15 @@ def assemble_example(rollout: AnyRollout, advantage: Advantage) -> RLExample:
     advantages, logprobs = np.zeros(length, np.float32), np.zeros(length, np.float32)
     np.copyto(advantages[prompt:], advantage, where=response_mask)
     np.copyto(logprobs[prompt:], rollout.response_logprobs, where=response_mask)
+    segments, positions = np.ones(length, np.int32), np.arange(length, dtype=np.int32)
+    for start in rollout.sample_starts[1:]:
+        segments[start:] += 1
+        positions[start:] -= positions[start]
     return RLExample(
         tokens=np.concatenate((prompt_tokens, rollout.response_tokens)),
         loss_mask=mask,
-        segment_ids=np.ones(length, np.int32),
-        position_ids=np.arange(length, dtype=np.int32),
+        segment_ids=segments,
+        position_ids=positions,
         advantage=advantages,
         generator_log_probs=logprobs,
         reference_log_probs=None,
@@ -102,6 +112,35 @@ def assemble_example(rollout: AnyRollout, advantage: Advantage) -> RLExample:
         weight_steps=_weight_steps(rollout, response_mask, prompt),
         rollout_ids=(rollout.rollout_id,),
     )
+
+
+def sample_starts_of(example: RLExample) -> list[int]:
+    """The first position of each sample of a rollout's example."""
+    return [0, *(np.flatnonzero(np.diff(example.segment_ids)) + 1).tolist()]
+
+
+def sample_spans_of(example: RLExample) -> list[slice]:
+    """The positions of each sample of a rollout's example."""
+    starts = sample_starts_of(example)
+    return [slice(*span) for span in zip(starts, [*starts[1:], None], strict=True)]
+
+
+def samples_of(example: RLExample) -> list[RLExample]:
+    """The samples of a rollout's example as examples of one segment each; all have its id."""
+    spans = sample_spans_of(example)
+    return [example] if len(spans) == 1 else [_part(example, span) for span in spans]
+
+
+def longest_sample(example: RLExample) -> int:
+    """Tokens of the longest sample of a rollout's example."""
+    return int(np.diff([*sample_starts_of(example), len(example.tokens)]).max())
+
+
+def _part(example: RLExample, span: slice) -> RLExample:
+    values = {each.name: getattr(example, each.name) for each in fields(RLExample) if each.name != "rollout_ids"}
+    parts: dict[str, Any] = {name: None if array is None else array[span] for name, array in values.items()}
+    parts["segment_ids"] = np.ones_like(parts["segment_ids"])
+    return RLExample(**parts, rollout_ids=example.rollout_ids)
 
 
 def example_from_pair(prompt_tokens: np.ndarray, response_tokens: np.ndarray) -> RLExample:
@@ -177,3 +216,24 @@ def batch_metadata(groups: Sequence[RolloutGroup], flat: Sequence[bool], batch: 
             "train/zero_variance_groups": float(np.mean(flat)) if flat else 0.0,
         },
     }
+
+
+def minibatches_of(
+    examples: Sequence[RLExample], count: int, rng: np.random.Generator
+) -> list[Int64[np.ndarray, " n"]]:
+    """Indices of the examples of each optimiser step: whole groups, of nearly equal numbers of groups.
+
+    A group is the part of a rollout's id before the last slash. Fewer groups give as many steps as there are groups.
+
+    Args:
+        examples: Of an update.
+        count: Optimiser steps; 1 keeps the order.
+        rng: Draws which groups go together.
+    """
+    if count == 1:
+        return [np.arange(len(examples))]
+    names = [example.rollout_ids[0].rpartition("/")[0] for example in examples]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    group = np.array([numbers[name] for name in names])
+    parts = np.array_split(rng.permutation(len(numbers)), min(count, len(numbers)))
+    return [np.flatnonzero(np.isin(group, part)) for part in parts]

@@ -1,4 +1,4 @@
-"""Packing: several sequences share one row of fixed length, kept apart by segment ids.
+"""Packing: several sequences, each a sample of a rollout, share one row of fixed length, kept apart by segment ids.
 
 Invariants, each a property test: nothing is lost or duplicated, the tokens of a sequence keep their order and
 stay together, segments are disjoint and numbered 1, 2, … along the row, no row is longer than asked, and the
@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Shaped
 
+from penstock.batch.examples import samples_of
 from penstock.types import ConfigError, RLExample
 
 _PADDING = {"temperature": 1, "weight_steps": -1}
@@ -132,14 +133,16 @@ def pack(examples: Sequence[RLExample], row_length: int) -> list[RLExample]:
     """Packs unpacked examples into rows of exactly `row_length` positions, padded at the end.
 
     Args:
-        examples: One segment each; either all or none with reference log-probabilities.
+        examples: Of a rollout each, whose samples are placed one by one; either all or none with reference
+            log-probabilities.
         row_length: Positions of a row.
 
     Raises:
-        ConfigError: an example is longer than a row.
-        ValueError: reference log-probabilities on some examples only, or an example of several segments.
+        ConfigError: a sample is longer than a row.
+        ValueError: reference log-probabilities on some examples only, or an example that is a packed row.
     """
     _check_packable(examples)
+    examples = [sample for example in examples for sample in samples_of(example)]
     placements = place([len(example.tokens) for example in examples], row_length)
     rows: list[list[tuple[Placement, RLExample]]] = [[] for _ in range(_row_count(placements))]
     for placement, example in zip(placements, examples, strict=True):
@@ -186,9 +189,9 @@ def _check_packable(examples: Sequence[RLExample]) -> None:
     if len({example.reference_log_probs is None for example in examples}) > 1:
         raise ValueError("reference_log_probs must be given for all examples of a batch or for none")
     for example in examples:
-        if len(example.rollout_ids) != 1 or not (example.segment_ids == 1).all():
+        if len(example.rollout_ids) != 1 or not (example.segment_ids >= 1).all():
             raise ValueError(f"example of rollouts {example.rollout_ids} is packed already")
-        if example.loss_mask[:1].any():
+        if example.loss_mask[example.position_ids == 0].any():
             raise ValueError(f"example of {example.rollout_ids} has a loss on its first token, which nothing predicts")
 
 

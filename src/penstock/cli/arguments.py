@@ -1,6 +1,7 @@
 """What several commands share: arguments, how they are read, and how a report is printed."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,22 @@ class PrintableReport(Protocol):
     def to_json(self) -> Any:
         """For programs, as plain data."""
         ...
+
+
+def read_token(path: Path | None) -> str | None:
+    """A server's token; never taken from the command line, which every user of the machine can read.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if path is None:
+        return os.environ.get("PENSTOCK_TOKEN")
+    try:
+        return path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        from penstock.types import ConfigError
+
+        raise ConfigError(f"--token-file {path} cannot be read: {error}") from error
 
 
 def print_report(report: PrintableReport, as_json: bool = False) -> None:

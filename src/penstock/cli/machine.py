@@ -128,7 +128,8 @@ def new(
     epilog="""\b
 Example: penstock fit gsm8k_smollm2 --target h100:1
          penstock fit gsm8k_smollm2 --target v5e:1 learner.micro_batch_rows=1
-         penstock fit cats model.dtype=bfloat16 --target h100:1 --models 0.5b,1.5b,7b --rows 4096,16384""",
+         penstock fit cats model.dtype=bfloat16 --target h100:1 --models 0.5b,1.5b,7b --rows 4096,16384
+         penstock fit cats model.dtype=bfloat16 --target h100:1 --models 7b --rows 16384 --lora 16""",
 )
 def fit(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe with lessons, or a YAML file.")],
@@ -143,6 +144,9 @@ def fit(
     rows: Annotated[
         str | None, typer.Option(metavar="TOKENS,…", help="Of rows and sequences, in place of the recipe's.")
     ] = None,
+    lora: Annotated[
+        int | None, typer.Option(metavar="RANK", help="Train an adapter of this rank beside each of --models.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> int:
     """Compile a run for a chip that need not be here: what takes its memory, what bounds a step, what would fit.
@@ -155,7 +159,7 @@ def fit(
     config = load_config(recipe, overrides or [])
     if isinstance(config, FleetRunConfig):
         raise ConfigError(f"{recipe} trains a control policy: give a recipe with lessons, such as cats")
-    report = fit(config, target, _words(models), [_tokens(word) for word in _words(rows)])
+    report = fit(config, target, _words(models), [_tokens(word) for word in _words(rows)], lora)
     print_report(report, json)
     return report.exit_code
 

@@ -15,6 +15,7 @@ from penstock.cli.arguments import (
     Trust,
     only,
     print_report,
+    read_token,
     recorded_config,
     refuse_run_directory,
 )
@@ -236,7 +237,7 @@ def serve(
     refuse_run_directory(checkpoint)
     _refuse_token(overrides or [])
     settings: dict[str, Any] = {
-        "host": host, "port": port, "token": _token(token_file), "model_name": name,
+        "host": host, "port": port, "token": read_token(token_file), "model_name": name,
         "tls_cert": tls_cert, "tls_key": tls_key,
     }  # fmt: skip
     config = build_config(ServeConfig, apply_overrides(settings, overrides or []))
@@ -305,18 +306,6 @@ def _refuse_given(given: dict[str, bool], whose: str) -> None:
     for option, is_given in given.items():
         if is_given:
             raise ConfigError(f"{option} is for {whose} evaluation only: leave it out")
-
-
-def _token(path: Path | None) -> str | None:
-    """The server's token; never taken from the command line, which every user of the machine can read."""
-    if path is None:
-        return os.environ.get("PENSTOCK_TOKEN")
-    try:
-        return path.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        from penstock.types import ConfigError
-
-        raise ConfigError(f"--token-file {path} cannot be read: {error}") from error
 
 
 def _refuse_token(overrides: Sequence[str]) -> None:

@@ -1,11 +1,11 @@
-"""Commands about a run that goes on, or has ended: rollouts, status, scale, replay, why."""
+"""Commands about a run that goes on, or has ended: dashboard, rollouts, status, scale, replay, why."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from penstock.cli.arguments import Trust, print_report, recorded_config
+from penstock.cli.arguments import Trust, print_report, read_token, recorded_config
 
 commands = typer.Typer()
 
@@ -59,6 +59,49 @@ def rollouts(
         eval=evaluations,
     )  # fmt: skip
     show_rollouts(request, Console())
+    return 0
+
+
+@commands.command(
+    short_help="Show runs in a browser.",
+    epilog="""\b
+Example: penstock dashboard runs
+         penstock dashboard runs/cats-1 --port 0
+         penstock dashboard runs/cats-1 --bundle cats-1-report""",
+)
+def dashboard(
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR_OR_PARENT", help="A run directory, or the folder of several.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on; other machines need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8800,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token that a browser must show; or set PENSTOCK_TOKEN.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain in PEM, to speak HTTPS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its unencrypted key in PEM.")] = None,
+    bundle: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Write a folder that opens without a server, and serve nothing.")
+    ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Connect to stores in the network, though others than you may name them.")
+    ] = False,
+) -> int:
+    """Show runs in a browser: what happened, why, and whether one is better than another; live runs and dead ones.
+
+    Nothing is written into a run, and nothing of it executed. An index of its rollouts is kept in the user's cache.
+    """
+    if bundle is not None:
+        from penstock.dashboard import write_bundle
+
+        print(write_bundle(path, bundle, trust))
+        return 0
+    from functools import partial
+
+    from penstock.dashboard import DashboardSettings, serve_dashboard
+
+    settings = DashboardSettings(host, port, read_token(token_file), tls_cert, tls_key, trust)
+    serve_dashboard(path, settings, announce=partial(print, flush=True))
     return 0
 
 

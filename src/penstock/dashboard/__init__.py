@@ -1,16 +1,19 @@
-"""What a run directory shows: its rollouts as tables, conversations, queries and data sets; the run may be dead."""
+"""What a run directory shows, in a terminal and in a browser; the run may be dead."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.dashboard.bundle import write_bundle
     from penstock.dashboard.datasets import DatasetRequest, export_dataset
     from penstock.dashboard.groups import GroupFilter, GroupPage, GroupSummary, list_groups
     from penstock.dashboard.lookup import StoredRollout, find_rollouts
     from penstock.dashboard.rollouts import RolloutsRequest, show_rollouts
     from penstock.dashboard.status import RunStatus, print_status, print_status_json, read_run_status
+    from penstock.dashboard.web import DashboardSettings, serve_dashboard
 
 _EXPORTS = {
+    "DashboardSettings": "web",
     "DatasetRequest": "datasets",
     "GroupFilter": "groups",
     "GroupPage": "groups",
@@ -24,13 +27,15 @@ _EXPORTS = {
     "print_status": "status",
     "print_status_json": "status",
     "read_run_status": "status",
+    "serve_dashboard": "web",
     "show_rollouts": "rollouts",
+    "write_bundle": "bundle",
 }
 
 __all__ = [
-    "DatasetRequest", "GroupFilter", "GroupPage", "GroupSummary", "RolloutsRequest", "RunStatus",
+    "DashboardSettings", "DatasetRequest", "GroupFilter", "GroupPage", "GroupSummary", "RolloutsRequest", "RunStatus",
     "StoredRollout", "export_dataset", "find_rollouts", "list_groups", "print_status", "print_status_json",
-    "read_run_status", "show_rollouts",
+    "read_run_status", "serve_dashboard", "show_rollouts", "write_bundle",
 ]  # fmt: skip
 
 

@@ -215,7 +215,8 @@ def _facts(stored: StoredRollout) -> Iterator[tuple[str, str]]:
         "response",
         (
             f"{len(rollout.response_tokens)} tokens, {rollout.sampled_tokens} of them sampled; "
-            f"ended by {rollout.finish_reason}"
+            + (f"{len(rollout.sample_starts)} samples; " if len(rollout.sample_starts) > 1 else "")
+            + f"ended by {rollout.finish_reason}"
         ),
     )
     for use in stored.uses:
@@ -259,6 +260,8 @@ def _turn_title(turn: Turn, rollout: AnyRollout) -> Text:
     mask = rollout.response_mask[span]
     title = Text(printable(turn.role), style="bold")
     words = [f"{turn.stop - turn.start} tokens"]
+    if turn.start in rollout.sample_starts[1:]:
+        words.append(f"the context written anew: sample {rollout.sample_starts.index(turn.start) + 1}")
     if mask.any():
         words.append(f"mean logprob {rollout.response_logprobs[span][mask].mean():.2f}")
         if rollout.response_weight_steps is not None:

@@ -106,6 +106,7 @@ class StoredRollout:
             "finish_reason": rollout.finish_reason,
             "timings": dict(self.record.timings),
             "turns": [{"role": t.role, "content": t.content, "start": t.start, "stop": t.stop} for t in rollout.turns],
+            "sample_starts": list(rollout.sample_starts),
             "prompt_tokens": rollout.prompt_tokens.tolist(),
             "response_tokens": rollout.response_tokens.tolist(),
             "response_logprobs": rollout.response_logprobs.tolist(),
@@ -197,18 +198,31 @@ def _why_missing(views: RunViews, name: str) -> str:
 
 
 def _uses(views: RunViews, records: dict[str, RolloutRecord]) -> dict[str, tuple[BatchUse, ...]]:
-    """The batches of each rollout; a batch row may be shared by several."""
+    """The batches of each rollout."""
     if not records:
         return {}
     survives = dict(views.select("SELECT DISTINCT batch_id, survives FROM uses").rows())
-    table = views.files.read_uses(list(records))
+    return uses_in(views.files.read_uses(list(records)), survives, records)
+
+
+def uses_in(
+    table: pa.Table, survives: dict[str, bool], records: dict[str, RolloutRecord]
+) -> dict[str, tuple[BatchUse, ...]]:
+    """What some rows of batch files say of some rollouts, the oldest use first.
+
+    Args:
+        table: Rows of batch files; one may be shared by several rollouts.
+        survives: By batch, whether the newest life of the run descends from its update.
+        records: The rollouts, by id.
+    """
     uses: dict[str, list[BatchUse]] = {rollout_id: [] for rollout_id in records}
     for row, example in enumerate(examples_from_table(table)):
         for segment, rollout_id in enumerate(example.rollout_ids, start=1):
             if rollout_id not in records:
                 continue
             rollout = records[rollout_id].rollout
-            trained = example.advantage[example.segment_ids == segment][len(rollout.prompt_tokens) :]
+            own = example.segment_ids == segment if len(example.rollout_ids) > 1 else example.segment_ids > 0
+            trained = example.advantage[own][len(rollout.prompt_tokens) :]
             advantages = np.zeros(len(rollout.response_tokens), np.float32)
             advantages[: len(trained)] = trained  # an update may have cut off the end of a long response
             uses[rollout_id].append(_use(table, row, survives, advantages))

@@ -175,9 +175,9 @@ def print_query_json(views: RunViews, sql: str, limit: int | None) -> None:
         ConfigError: the query does more than read, or cannot be answered.
     """
     result = views.select(sql, limit=limit)
-    names = _distinct(result)
+    names = distinct_names(result)
     for row in result.rows():
-        print(json.dumps(dict(zip(names, map(_plain, row), strict=True))))
+        print(json.dumps(dict(zip(names, map(plain, row), strict=True))))
 
 
 def _fits(result: QueryResult, rows: list[list[str]], width: int) -> bool:
@@ -208,7 +208,8 @@ def _rows_down(result: QueryResult, rows: list[list[str]]) -> Table:
     return table
 
 
-def _distinct(result: QueryResult) -> list[str]:
+def distinct_names(result: QueryResult) -> list[str]:
+    """The columns of an answer, those of the same name told apart by a number."""
     names: list[str] = []
     for name in result.columns:
         count = 2
@@ -226,8 +227,8 @@ def _cell(value: Any) -> str:
         return shortened(value, _CELL_WIDTH)
     if isinstance(value, float):
         return str(_rounded(value))
-    plain = _rounded(_plain(value))
-    return shortened(plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False), _CELL_WIDTH)
+    rounded = _rounded(plain(value))
+    return shortened(rounded if isinstance(rounded, str) else json.dumps(rounded, ensure_ascii=False), _CELL_WIDTH)
 
 
 def _rounded(value: Any) -> Any:
@@ -241,12 +242,12 @@ def _rounded(value: Any) -> Any:
     return round(value, 3) if abs(value) >= 1e6 else float(f"{value:.6g}")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """What JSON knows: numbers that are not finite become null, dates ISO text, anything else its own text."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, float):

@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.environments.agents import AgentEnvironment
     from penstock.environments.arithmetic import ArithmeticEnvironment
     from penstock.environments.base import Environment, Prompt, Reference, Scores, validate_groups, validate_metrics
     from penstock.environments.calculator import CalculatorEnvironment
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from penstock.environments.verifiers import VerifiersEnvironment
 
 _EXPORTS = {
+    "AgentEnvironment": "agents",
     "ArithmeticEnvironment": "arithmetic",
     "CalculatorEnvironment": "calculator",
     "CatsEnvironment": "cats",
@@ -50,11 +52,11 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "ArithmeticEnvironment", "CalculatorEnvironment", "CatsEnvironment", "Conversation", "DigitsEnvironment",
-    "Environment", "EpisodeBuilder", "Example", "ExampleEnvironment", "GroupScoredEnvironment", "JsonlEnvironment",
-    "MultiTurnEnvironment", "MultipleChoiceEnvironment", "Prompt", "ReasoningGymEnvironment", "Reference",
-    "Scores", "SingleTurnEnvironment", "ToolEnvironment", "VerifiersEnvironment", "load_environment", "validate_groups",
-    "validate_metrics",
+    "AgentEnvironment", "ArithmeticEnvironment", "CalculatorEnvironment", "CatsEnvironment", "Conversation",
+    "DigitsEnvironment", "Environment", "EpisodeBuilder", "Example", "ExampleEnvironment", "GroupScoredEnvironment",
+    "JsonlEnvironment", "MultiTurnEnvironment", "MultipleChoiceEnvironment", "Prompt", "ReasoningGymEnvironment",
+    "Reference", "Scores", "SingleTurnEnvironment", "ToolEnvironment", "VerifiersEnvironment", "load_environment",
+    "validate_groups", "validate_metrics",
 ]  # fmt: skip
 
 

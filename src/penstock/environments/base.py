@@ -77,9 +77,11 @@ class Environment(ABC):
     Attributes:
         reports_apart: Whether there is a set of held-out problems for reports alone, mode ``report``, from which no
             decision of a run is ever taken. Where there is none, reports are about those of ``eval``.
+        has_agents: Whether it has programs ask the policy, by `penstock.types.AgentContext`.
     """
 
     reports_apart: ClassVar[bool] = False
+    has_agents: ClassVar[bool] = False
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or type(self).__name__

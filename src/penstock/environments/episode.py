@@ -1,7 +1,8 @@
 """Episodes of language policies: built turn by turn, or of one prompt, one answer, one reward.
 
 Tokens in, tokens out: sampled tokens are kept as they came, never decoded and encoded again, so the next turn's
-prompt is exactly the conversation so far. What tools say is masked out of the loss.
+prompt is exactly the conversation so far, or else begins a new sample of the rollout. What tools say, and a context
+that is written anew, is masked out of the loss.
 
 Most environments are made from `SingleTurnEnvironment`, which asks its subclass for two lists of problems and a `score`
 of one answer, or `GroupScoredEnvironment`, for a score of all the answers to one problem at once.
@@ -55,17 +56,23 @@ class EpisodeBuilder:
         self._rewards: dict[int, float] = {}
         self._oldest_weight_step: int | None = None
         self._finish_reason: FinishReason = "stop"
+        self._starts = [0]
         self._turns = [Turn("user", prompt_text(prompt), 0, len(prompt_tokens))]
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [p + r], the conversation so far: the prompt of the next turn."""
-        return np.concatenate([self._prompt_tokens, *self._tokens])
+        """int32 [n], the sample so far, of a single one the whole conversation: the prompt of the next turn."""
+        return np.concatenate([self._prompt_tokens, *self._tokens])[self._starts[-1] :]
 
     @property
     def response_length(self) -> int:
-        """Tokens since the prompt."""
+        """Tokens since the prompt, of all samples."""
         return sum(len(tokens) for tokens in self._tokens)
+
+    @property
+    def grown_tokens(self) -> int:
+        """By how much the context is longer than the prompt was; below 0 where it was written anew and is shorter."""
+        return self.response_length - self._starts[-1]
 
     @property
     def ended(self) -> bool:
@@ -103,6 +110,17 @@ class EpisodeBuilder:
         self._mask.append(np.zeros(len(tokens), np.bool_))
         self._weight_steps.append(np.full(len(tokens), step, np.int32))
 
+    def renew(self, text: str, tokens: np.ndarray, role: Role = "tool") -> None:
+        """Begins a new sample, with all of the context that the policy sees from here on.
+
+        Args:
+            text: What the policy is told in it for the first time.
+            tokens: int32 [n], the context.
+            role: Who tells it.
+        """
+        self._starts.append(len(self._prompt_tokens) + self.response_length)
+        self.hear(text, tokens, role)
+
     def credit(self, reward: float) -> None:
         """Adds reward at the latest token."""
         self._rewards[self.response_length - 1] = self._rewards.get(self.response_length - 1, 0.0) + reward
@@ -131,6 +149,7 @@ class EpisodeBuilder:
             turns=tuple(self._turns),
             decoding=self._decoding,
             finish_reason=self._finish_reason,
+            sample_starts=tuple(self._starts),
         )
 
     def _append(self, role: Role, text: str, tokens: np.ndarray) -> None:

@@ -1,113 +1,24 @@
 """A user's own problems from JSONL or Parquet files, with reward functions of their own or built-in graders.
 
-Paths may be fsspec URLs and may hold ``*``; all rows are read into memory, and errors name the file, the line and the
-column. Rows are split into training and held-out problems by a stable hash of the prompt (rows with equal prompts stay
-together), or held-out ones come from a file of their own. Functions have TRL's signature
+Rows (`penstock.environments.problem_rows`) are split into training and held-out problems by a stable hash of the prompt
+(rows with equal prompts stay together), or held-out ones come from a file of their own. Functions have TRL's signature
 (`penstock.environments.reward_process`).
 """
 
-import glob
-import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from penstock.environments.base import Prompt, Scores, Template
+from penstock.environments.base import Scores, Template
 from penstock.environments.episode import GroupScoredEnvironment
-from penstock.environments.example_environment import Example, split_by_hash, stable_unit
+from penstock.environments.example_environment import Example
+from penstock.environments.problem_rows import RowReader, prompt_key, read_rows, split_by_prompt
 from penstock.environments.reward_process import RewardFunctions
 from penstock.environments.reward_worker import RewardFunction
 from penstock.types import Completion, ConfigError
-from penstock.types.importing import nearest
-
-Row = Mapping[str, Any]
-
-
-def read_rows(paths: str | Sequence[str], field: str) -> list[Row]:
-    """The rows of one or more files, in order.
-
-    Args:
-        paths: Files ending in ``.parquet``, or else read as one JSON object a line.
-        field: The config field, for the message.
-
-    Raises:
-        ConfigError: a file is missing, unreadable or malformed, or there are no rows.
-    """
-    rows: list[Row] = []
-    for path in _expanded([paths] if isinstance(paths, str) else paths, field):
-        rows.extend(_read_parquet(path, field) if path.endswith(".parquet") else _read_jsonl(path, field))
-    if not rows:
-        raise ConfigError(f"{field} {paths!r} holds no rows")
-    return rows
-
-
-def column(row: Row, name: str, field: str, source: str, remedy: str = "") -> Any:
-    """A row's value; `remedy` is what else may help where there is none.
-
-    Raises:
-        ConfigError: the row has no such column, or null in it.
-    """
-    if row.get(name) is None:
-        known = ", ".join(row)
-        problem = "is null" if name in row else f"does not exist{nearest(name, row)}: there are {known}"
-        raise ConfigError(f"{field} {name!r}: in {source} this column {problem}{remedy}")
-    return row[name]
-
-
-def _expanded(paths: Sequence[str], field: str) -> list[str]:
-    found: list[str] = []
-    for path in paths:
-        if "://" in path:
-            found.append(path)
-            continue
-        local = str(Path(path).expanduser())
-        matches = sorted(glob.glob(local)) if "*" in local else [local]
-        if not matches or not Path(matches[0]).is_file():
-            folder = Path(local).parent
-            siblings = [other.name for other in folder.glob("*")] if folder.is_dir() else []
-            raise ConfigError(f"{field} {path!r}: no such file{nearest(Path(local).name, siblings)}")
-        found.extend(matches)
-    return found
-
-
-def _read_jsonl(path: str, field: str) -> list[Row]:
-    import fsspec
-
-    try:
-        with fsspec.open(path, "rt", encoding="utf-8") as file:
-            return list(_parsed(file, path, field))
-    except (OSError, UnicodeDecodeError, ImportError) as error:
-        raise ConfigError(f"{field} {path!r} cannot be read: {error}") from error
-
-
-def _parsed(lines: Any, path: str, field: str) -> Iterator[Row]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{field} {path!r}, line {number} is not JSON: {error.msg}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"{field} {path!r}, line {number} is a {type(row).__name__}: expected a JSON object")
-        yield row
-
-
-def _read_parquet(path: str, field: str) -> list[Row]:
-    import fsspec
-    import pyarrow.parquet
-    from pyarrow import ArrowInvalid
-
-    try:
-        with fsspec.open(path, "rb") as file:
-            return pyarrow.parquet.read_table(file).to_pylist()
-    except (OSError, ArrowInvalid, ImportError) as error:
-        raise ConfigError(f"{field} {path!r} cannot be read as Parquet: {error}") from error
-
 
 logger = logging.getLogger(__name__)
 
@@ -169,10 +80,10 @@ class JsonlEnvironment(GroupScoredEnvironment):
             raise ConfigError(f"env_args.eval_fraction is {eval_fraction}: it takes a number between 0 and 1")
         if reward_processes < 1 or reward_timeout_s <= 0:
             raise ConfigError("env_args.reward_processes and env_args.reward_timeout_s must be positive")
-        self._reader = _Reader(prompt_column, answer_column, prompt_format)
+        self._reader = RowReader(prompt_column, answer_column, prompt_format)
         rows = read_rows(path, "env_args.path")[:max_rows]
         if eval_path is None:
-            self._train, self._eval = _split(self._reader.examples(rows, str(path)), eval_fraction, str(path))
+            self._train, self._eval = split_by_prompt(self._reader.examples(rows, str(path)), eval_fraction, str(path))
         else:
             held_out = read_rows(eval_path, "env_args.eval_path")[:max_rows]
             self._eval = self._reader.examples(held_out, str(eval_path))
@@ -217,49 +128,6 @@ class JsonlEnvironment(GroupScoredEnvironment):
         self._rewards.close()
 
 
-class _Reader:
-    """Makes examples of rows."""
-
-    def __init__(self, prompt_column: str, answer_column: str | None, prompt_format: str | None) -> None:
-        self._prompt_column = prompt_column
-        self._answer_column = answer_column
-        self._prompt_format = prompt_format
-
-    def examples(self, rows: Sequence[Row], path: str) -> list[Example]:
-        """One example per row; equal rows are told apart by their number."""
-        seen: dict[str, int] = {}
-        examples: list[Example] = []
-        for number, row in enumerate(rows, start=1):
-            source = f"row {number} of {path}"
-            prompt = self._prompt(row, source)
-            answer = ""
-            if self._answer_column:
-                without = "; null where the problems have none"
-                answer = column(row, self._answer_column, "env_args.answer_column", source, without)
-            identity = f"{int(stable_unit(_identity(prompt, answer)) * 2**48):012x}"
-            seen[identity] = seen.get(identity, 0) + 1
-            example_id = identity if seen[identity] == 1 else f"{identity}-{seen[identity]}"
-            examples.append(Example(example_id, prompt, str(answer), row))
-        return examples
-
-    def _prompt(self, row: Row, source: str) -> Prompt:
-        if self._prompt_format is not None:
-            try:
-                return self._prompt_format.format(**row)
-            except (KeyError, IndexError, ValueError) as error:
-                raise ConfigError(
-                    f"env_args.prompt_format {self._prompt_format!r} does not fit {source}: {error!r}; "
-                    f"its columns are {', '.join(row)}"
-                ) from error
-        prompt = column(row, self._prompt_column, "env_args.prompt_column", source)
-        if isinstance(prompt, str) or _are_messages(prompt):
-            return prompt
-        raise ConfigError(
-            f"env_args.prompt_column {self._prompt_column!r}: {source} holds a {type(prompt).__name__}: expected text, "
-            "or a list of messages with role and content"
-        )
-
-
 def reward_arguments(example: Example, completions: Sequence[Completion]) -> dict[str, Any]:
     """What a reward function is called with: TRL's arguments, with one entry per completion in every list.
 
@@ -282,33 +150,10 @@ def reward_arguments(example: Example, completions: Sequence[Completion]) -> dic
     }
 
 
-def _are_messages(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(isinstance(message, dict) and "role" in message and "content" in message for message in prompt)
-    )
-
-
-def _identity(prompt: Prompt, answer: Any) -> str:
-    return json.dumps([prompt, answer], sort_keys=True, default=str)
-
-
-def _prompt_key(example: Example) -> str:
-    return json.dumps(example.prompt, sort_keys=True, default=str)
-
-
-def _split(examples: list[Example], fraction: float, path: str) -> tuple[list[Example], list[Example]]:
-    train, held_out = split_by_hash(examples, fraction, _prompt_key)
-    if not train or not held_out:
-        raise ConfigError(f"env_args.path {path!r} has only one distinct prompt: add rows, or give env_args.eval_path")
-    return train, held_out
-
-
 def _without(train: list[Example], held_out: list[Example], name: str) -> list[Example]:
     """Training examples whose prompt is not held out, so that both sets stay disjoint."""
-    prompts = {_prompt_key(example) for example in held_out}
-    kept = [example for example in train if _prompt_key(example) not in prompts]
+    prompts = {prompt_key(example) for example in held_out}
+    kept = [example for example in train if prompt_key(example) not in prompts]
     if len(kept) < len(train):
         logger.warning("environment %s: %d training rows have held-out prompts: left out", name, len(train) - len(kept))
     if not kept:

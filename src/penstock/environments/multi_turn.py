@@ -19,9 +19,10 @@ same way every time (staleness zero, `InferenceContext.ordered`), they go in rou
 in one call.
 
 *Tokens.* What the policy said is the next turn's prompt as it was sampled, token by token. What the environment says is
-what the chat template writes between two answers (or the text itself, where prompts are plain), encoded once. Some
-templates rewrite what was said before (they strip reasoning of earlier turns, say): the policy is trained on what it
-was shown here, and ``rewritten`` counts conversations that the template would show otherwise.
+what the chat template writes between two answers (or the text itself, where prompts are plain), encoded once. Where the
+template rewrites what was said before (it strips the thoughts of earlier turns, say), the policy sees what the template
+shows, and a new sample of the rollout begins with all of that (`penstock.types.Rollout`): what it is trained on is what
+it will be served with. Beginnings and ends of an answer that are blank, and that the template strips, are no rewriting.
 """
 
 import logging
@@ -49,7 +50,6 @@ from penstock.environments.example_environment import (
 )
 from penstock.types import (
     Completion,
-    ConfigError,
     Decoding,
     EnvironmentFailure,
     InferenceContext,
@@ -84,7 +84,7 @@ class Conversation:
         completion: All of that; None where nobody sampled it (a worked solution).
         state: The environment's own.
         ending: Why it is over; None while it is not.
-        rewritten: Whether the chat template would show it otherwise than it was.
+        samples: Contexts that the policy saw; one more each time that the chat template rewrote what was said before.
     """
 
     example: Example
@@ -94,7 +94,7 @@ class Conversation:
     completion: Completion | None = None
     state: dict[str, Any] = field(default_factory=dict[str, Any])
     ending: Ending | None = None
-    rewritten: bool = False
+    samples: int = 1
     _credits: list[float] = field(default_factory=list[float])
 
     @classmethod
@@ -181,7 +181,7 @@ class _Attempt:
 
     @property
     def _room(self) -> int:
-        return self._decoding.max_output_tokens - self._episode.response_length
+        return self._decoding.max_output_tokens - self._episode.grown_tokens
 
     @property
     def _left_s(self) -> float:
@@ -204,38 +204,40 @@ class _Attempt:
 
     def _hear(self, reply: Reply) -> None:
         added = messages_of(reply)
+        role = "tool" if added[-1]["role"] == "tool" else "user"
         text = _joined(added) if self._plain else self._between(added)
-        tokens = self._tokenizer.encode(text)
-        assert self.conversation.completion is not None  # the policy has spoken
-        if not self._plain and len(tokens) and tokens[0] == self.conversation.completion.response_tokens[-1]:
-            tokens = tokens[1:]  # the end of the turn, which the policy sampled itself
-        if len(tokens) >= self._room:
+        whole = [*self.conversation.messages, *added]
+        if text is None:
+            tokens = self._tokenizer.render(whole, chat_template_kwargs=self._given)
+            is_short = len(tokens) - len(self._task.prompt_tokens) < self._decoding.max_output_tokens
+        else:
+            tokens = self._tokenizer.encode(text)
+            assert self.conversation.completion is not None  # the policy has spoken
+            if not self._plain and len(tokens) and tokens[0] == self.conversation.completion.response_tokens[-1]:
+                tokens = tokens[1:]  # the end of the turn, which the policy sampled itself
+            is_short = len(tokens) < self._room
+        if not is_short:
             self._episode.cut()
             self.conversation.ending = "tokens"
             return
-        self.conversation.messages += added
-        self._episode.hear(text, tokens, "tool" if added[-1]["role"] == "tool" else "user")
+        self.conversation.messages = whole
+        if text is None:
+            self.conversation.samples += 1
+            self._episode.renew(_joined(added), tokens, role)
+        else:
+            self._episode.hear(text, tokens, role)
 
-    def _between(self, added: Sequence[Message]) -> str:
-        """What the template writes between the policy's turn and its next."""
+    def _between(self, added: Sequence[Message]) -> str | None:
+        """What the template writes between the policy's turn and its next; None where it rewrites what was before."""
         before = len(self.conversation.messages)
         whole = [*self.conversation.messages, *added]
         marked = [*whole]
         marked[before - 1] = {**whole[before - 1], "content": _MARK}
-        shown = self._tokenizer.render_text(marked, self._given)
-        if shown.count(_MARK) != 1:
-            raise ConfigError(
-                f"the chat template writes what an assistant said {shown.count(_MARK)} times and not once: use a "
-                "template that keeps earlier answers, or template: plain"
-            )
-        told = shown.partition(_MARK)[2]  # whatever stands before: the policy's own tokens stay as they were sampled
-        rendered, said = self._tokenizer.render_text(whole, self._given), self.conversation.text
-        self.conversation.rewritten |= rendered not in (
-            f"{self._shown}{said}{told}",
-            f"{self._shown}{said.strip()}{told}",
-        )
-        self._shown = rendered
-        return told
+        _, mark, told = self._tokenizer.render_text(marked, self._given).partition(_MARK)
+        before_it, said = self._shown, self.conversation.text
+        self._shown = self._tokenizer.render_text(whole, self._given)
+        kept = (f"{before_it}{said}{told}", f"{before_it}{said.strip()}{told}")
+        return told if mark and self._shown in kept else None
 
     def _note_credits(self) -> None:
         credits, self.conversation._credits = self.conversation._credits, []
@@ -380,7 +382,8 @@ class MultiTurnEnvironment(ExampleEnvironment):
     def numbers(self, conversation: Conversation) -> dict[str, float]:
         """About one finished conversation; metrics are their means. To be extended where there are more."""
         endings = {f"ended_by_{limit}": float(conversation.ending == limit) for limit in ("turns", "tokens", "seconds")}
-        return {"turns": float(conversation.turns), "rewritten": float(conversation.rewritten), **endings}
+        samples = {"samples": float(conversation.samples), "rewritten": float(conversation.samples > 1)}
+        return {"turns": float(conversation.turns), **samples, **endings}
 
     def _outcome(self, group: Sequence[_Attempt]) -> Outcome:
         failures = [attempt.failure for attempt in group if attempt.failure is not None]

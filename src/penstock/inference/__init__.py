@@ -5,19 +5,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.inference.access import AccessRules
+    from penstock.inference.agents import AgentEndpoint
     from penstock.inference.config import EngineConfig, ServeConfig
     from penstock.inference.context import EngineContext
     from penstock.inference.engine import InferenceEngine
-    from penstock.inference.http_server import HttpServer, serve
+    from penstock.inference.http_server import HttpServer
     from penstock.inference.remote_context import RemoteContext
     from penstock.inference.routing import Server
     from penstock.inference.scripted import ScriptedContext
     from penstock.inference.sequence import GenerationRequest
     from penstock.inference.server import create_app
     from penstock.inference.server_pool import ServerPool
+    from penstock.inference.serving import serve
 
 _EXPORTS = {
     "AccessRules": "access",
+    "AgentEndpoint": "agents",
     "EngineConfig": "config",
     "EngineContext": "context",
     "GenerationRequest": "sequence",
@@ -29,12 +32,12 @@ _EXPORTS = {
     "Server": "routing",
     "ServerPool": "server_pool",
     "create_app": "server",
-    "serve": "http_server",
+    "serve": "serving",
 }
 
 __all__ = [
-    "AccessRules", "EngineConfig", "EngineContext", "GenerationRequest", "HttpServer", "InferenceEngine",
-    "RemoteContext", "ScriptedContext", "ServeConfig", "Server", "ServerPool", "create_app", "serve",
+    "AccessRules", "AgentEndpoint", "EngineConfig", "EngineContext", "GenerationRequest", "HttpServer",
+    "InferenceEngine", "RemoteContext", "ScriptedContext", "ServeConfig", "Server", "ServerPool", "create_app", "serve",
 ]  # fmt: skip
 
 

@@ -35,6 +35,9 @@ class EngineConfig(BaseModel):
         prefill_tokens: Most padded tokens in one prefill, so that long prompts go in fewer rows.
         prefill_lengths: Lengths that prompts are padded to, ascending; None chooses powers of four up to half of the
             largest possible prompt, which is always added.
+        decode_rows: Rows that a decode step may have, ascending: the fewest that hold all live responses. None chooses
+            powers of eight up to a third of `max_slots`, which is always added; each costs a program per window. Other
+            devices than one CPU always take `max_slots`.
         windows: Lengths that the cache grows through, ascending; None chooses powers of two from 128.
             `max_seq_len` is always added.
         max_stop_token_ids: Most stop tokens of one request.
@@ -53,6 +56,7 @@ class EngineConfig(BaseModel):
     prefill_rows: int = Field(default=8, gt=0)
     prefill_tokens: int = Field(default=1024, gt=0)
     prefill_lengths: tuple[int, ...] | None = None
+    decode_rows: tuple[int, ...] | None = None
     windows: tuple[int, ...] | None = None
     max_stop_token_ids: int = Field(default=8, gt=0)
     request_timeout_s: float = Field(default=600.0, gt=0)
@@ -60,11 +64,12 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _ascending(self) -> "EngineConfig":
-        for name, lengths in (("prefill_lengths", self.prefill_lengths), ("windows", self.windows)):
-            if lengths is None:
+        for name in ("prefill_lengths", "decode_rows", "windows"):
+            numbers: tuple[int, ...] | None = getattr(self, name)
+            if numbers is None:
                 continue
-            if not lengths or min(lengths) < 1 or list(lengths) != sorted(set(lengths)):
-                raise ValueError(f"{name} is {list(lengths)}: give positive lengths in ascending order")
+            if not numbers or min(numbers) < 1 or list(numbers) != sorted(set(numbers)):
+                raise ValueError(f"{name} is {list(numbers)}: give positive numbers in ascending order")
         return self
 
     @property
@@ -80,6 +85,11 @@ class EngineConfig(BaseModel):
     def window_buckets(self) -> tuple[int, ...]:
         """Cache lengths, ascending; the last is `max_seq_len`."""
         return _buckets(self.windows, SMALLEST_WINDOW, 2, self.max_seq_len, self.max_seq_len - 1)
+
+    @property
+    def decode_buckets(self) -> tuple[int, ...]:
+        """Rows of a decode step, ascending; the last is `max_slots`."""
+        return _buckets(self.decode_rows, 1, 8, self.max_slots, self.max_slots // 3)
 
     def prefill_row_counts(self, length: int) -> tuple[int, ...]:
         """Rows that a prefill of that padded length may have: one, for a long prompt that comes alone, and the most."""
@@ -165,6 +175,8 @@ class InferenceConfig(EngineConfig):
         tls_key: File with its key, not encrypted.
         tls_ca: File with the certificates that clients trust (PEM); None trusts those of the system.
         max_waiting: Requests that one server keeps waiting; beyond, it refuses, and the client waits or goes elsewhere.
+        endpoint: Opens the policy to agents (`penstock.environments.AgentEnvironment`): whoever plays a lesson's
+            rollouts listens on this machine's loopback address, with a key for each rollout.
     """
 
     engine: Literal["builtin", "vllm", "openai"] = "builtin"
@@ -175,6 +187,7 @@ class InferenceConfig(EngineConfig):
     tls_key: Path | None = None
     tls_ca: Path | None = None
     max_waiting: int = Field(default=1024, gt=0)
+    endpoint: bool = False
 
     @model_validator(mode="after")
     def _certificate_and_key(self) -> "InferenceConfig":

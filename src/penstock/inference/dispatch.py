@@ -14,41 +14,43 @@ HostRows = Mapping[str, np.ndarray]
 
 
 class SlotRows(NamedTuple):
-    """State of every slot between two dispatches, and what its request asks for.
+    """State of slots between two dispatches, and what their requests ask for.
 
     Attributes:
+        slots: Which slot of the cache each row is.
         tokens: The newest token: sampled or the prompt's last, not yet in the cache.
         positions: Its position, which is how many tokens the cache holds.
-        budget: How many tokens may still be sampled; 0 for a slot that is not live.
+        budget: How many tokens may still be sampled; 0 for a row that is not live.
         seeds: The sample's seed in two words.
-        sampling: [slots] each, by the names of `SAMPLING_FIELDS`: what `sampling.sample` takes.
+        sampling: [rows] each, by the names of `SAMPLING_FIELDS`: what `sampling.sample` takes.
         stop_token_ids: Padded with −1.
     """
 
-    tokens: Int32[Array, " slots"]
-    positions: Int32[Array, " slots"]
-    budget: Int32[Array, " slots"]
-    seeds: UInt32[Array, "slots 2"]
+    slots: Int32[Array, " rows"]
+    tokens: Int32[Array, " rows"]
+    positions: Int32[Array, " rows"]
+    budget: Int32[Array, " rows"]
+    seeds: UInt32[Array, "rows 2"]
     sampling: dict[str, Array]
-    stop_token_ids: Int32[Array, "slots stops"]
+    stop_token_ids: Int32[Array, "rows stops"]
 
 
 class DeviceSamples(NamedTuple):
-    """What one dispatch sampled: of slot s, the first ``count[s]`` entries of column s.
+    """What one dispatch sampled: of row r, the first ``count[r]`` entries of column r.
 
     Attributes:
-        tokens: By step, then slot.
+        tokens: By step, then row.
         logprobs: Of those tokens, before truncation.
-        count: How many tokens the slot sampled before it stopped or the dispatch ended.
+        count: How many tokens the row sampled before it stopped or the dispatch ended.
     """
 
-    tokens: Int32[Array, "steps slots"]
-    logprobs: Float32[Array, "steps slots"]
-    count: Int32[Array, " slots"]
+    tokens: Int32[Array, "steps rows"]
+    logprobs: Float32[Array, "steps rows"]
+    count: Int32[Array, " rows"]
 
 
 class HostSamples(NamedTuple):
-    """`DeviceSamples` in host memory."""
+    """`DeviceSamples` in host memory, a column per slot."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -65,6 +67,18 @@ def to_device(rows: HostRows) -> SlotRows:
     return SlotRows(**arrays, sampling=sampling)
 
 
-def to_host(emitted: DeviceSamples) -> HostSamples:
-    """Waits for a dispatch and fetches its result."""
-    return HostSamples(*(np.asarray(array) for array in emitted))
+def to_host(emitted: DeviceSamples, chosen: np.ndarray, slots: int) -> HostSamples:
+    """Waits for a dispatch and fetches its result.
+
+    Args:
+        emitted: Of the rows that ran.
+        chosen: The slot of each.
+        slots: How many there are; those that did not run sampled nothing.
+    """
+    fetched = [np.asarray(array) for array in emitted]
+    if len(chosen) == slots:  # all, in order
+        return HostSamples(*fetched)
+    found = [np.zeros((*array.shape[:-1], slots), array.dtype) for array in fetched]
+    for whole, part in zip(found, fetched, strict=True):
+        whole[..., chosen] = part
+    return HostSamples(*found)

@@ -5,8 +5,8 @@ decode steps, and completes what ended. Requests join and leave only between dis
 there, so every token has exactly one version. Given one `submit` into an idle engine, everything that follows is a
 function of that submission and the weights.
 
-An exception in the thread fails every pending future and is raised again by the next call. Not covered: paging,
-chunked prefill, fewer rows than slots in one dispatch.
+An exception in the thread fails every pending future and is raised again by the next call. Not covered: paging of
+memory, chunked prefill.
 """
 
 import functools
@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from penstock.inference.config import EngineConfig
-from penstock.inference.model_runner import ServedWeights
+from penstock.inference.decoding import ServedWeights
 from penstock.inference.scheduler import LatencyHistogram, RunningBatch, ThroughputMeter
 from penstock.inference.sequence import GenerationRequest, PendingRequest, Response, check_request
 from penstock.model.language import Decoder

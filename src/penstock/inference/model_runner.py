@@ -5,21 +5,11 @@ compiled when it is needed first, or when somebody asks for the rest. Which shap
 what is compiled, so that neither does what comes out. One thread only writes weights and cache, on however many devices
 they lie; any other may `prepare` weights meanwhile. What runs when is decided in `penstock.inference.scheduler`.
 
-*Programs.* Prefill of prompts, and several decode steps in one dispatch. Both compose `Layer.project` and
-`Layer.finish` with the cache, so that the equations are the learner's; prefill's attention is chosen by the rule of
-``learner.attention: auto``, decoding's is dense over the cache. Layers are unrolled over unstacked weights:
-scanning stacked ones would copy every layer out of the stack at each step. A prompt's last token is not prefilled but
-decoded: its step samples the first token of the response. So prefill needs no output head, n samples of one prompt
-differ from their first own step on, and all sampling is in one place. A row that stops inside a dispatch emits nothing
-more; the dispatch ends early when no row is left. What only moves cached entries about runs array by array, the same
-small program for every layer: for all arrays in one program, XLA would compile as many copies of it. Programs are
-compiled once per shape and shared by every engine of the process; only the cache is donated, never weights.
-
-*Cache.* One array of keys and one of values per layer, (slot, kv head, position, head dim). That layout makes both
-attention products contiguous; separate arrays per layer let a donated decode step update each in place. A slot's entry
-at position t is meaningful only below the slot's length; whatever lies beyond is finite and masked by the reader. The
-length of the arrays (the window) follows the longest live sequence, since attention reads all of it. Paging is not
-covered: every slot has the same window.
+Programs (`penstock.inference.decoding`) are compiled once per shape and shared by every engine of the process; only the
+cache is donated, never weights. Prefill's attention is chosen by the rule of ``learner.attention: auto``. A decode step
+has the fewest of the configured rows that hold what is live. On one CPU its attention is by pages when those are fewer
+than the slots, or when the pages in use are at most half of the window's: so one long response does not tax all others.
+Else it is dense over the cache, which is what a CPU's cores share best.
 
 *Tensor parallelism* over several devices of this machine: one mesh axis, named `model`. Each device holds some of the
 attention heads with their part of the cache, some columns of the gated MLP, and (where their number divides) some rows
@@ -37,226 +27,29 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Int32
 
 from penstock.inference.config import EngineConfig
-from penstock.inference.dispatch import DeviceSamples, HostRows, HostSamples, SlotRows, to_device, to_host
-from penstock.inference.sampling import sample, uniforms
-from penstock.model.arrays import joined_digests, lower_digests, named_leaves
-from penstock.model.language import Decoder, Layer, ModelConfig, Segments, grouped_attention, rotary_tables
-from penstock.model.language.attention import attention
-from penstock.model.language.attention_choice import AttentionKernel, attention_kernel, platform_named
-from penstock.model.language.decoder import stack_names
+from penstock.inference.decoding import (
+    DecodeKernel,
+    KVCache,
+    ServedWeights,
+    create_cache,
+    decode,
+    fork,
+    insert,
+    prefill,
+    resize,
+)
+from penstock.inference.dispatch import HostRows, HostSamples, to_device, to_host
+from penstock.model.language import Decoder, ModelConfig
+from penstock.model.language.attention import page_positions
+from penstock.model.language.attention_choice import AttentionKernel, Platform, attention_kernel, platform_named
 from penstock.model.programs import LazyPrograms, Programs, choose_cache, compile_programs
 from penstock.types import CompiledProgram, ConfigError
-
-
-class KVCache(eqx.Module):
-    """Keys and values of every slot, layer by layer."""
-
-    keys: tuple[Float[Array, "slots kv_heads window head_dim"], ...]
-    values: tuple[Float[Array, "slots kv_heads window head_dim"], ...]
-
-    @property
-    def window(self) -> int:
-        """Positions that fit."""
-        return self.keys[0].shape[2]
-
-    @property
-    def slots(self) -> int:
-        """Sequences that fit."""
-        return self.keys[0].shape[0]
-
-
-def create_cache(config: ModelConfig, slots: int, window: int) -> KVCache:
-    """A cache of zeros in the model's dtype."""
-    shape = (slots, config.num_key_value_heads, window, config.head_dim)
-    layers = range(config.num_hidden_layers)
-    return KVCache(
-        keys=tuple(jnp.zeros(shape, config.dtype) for _ in layers),
-        values=tuple(jnp.zeros(shape, config.dtype) for _ in layers),
-    )
-
-
-def append(
-    cached: Float[Array, "slots kv_heads window head_dim"],
-    entry: Float[Array, "slots kv_heads head_dim"],
-    positions: Int32[Array, " slots"],
-) -> Float[Array, "slots kv_heads window head_dim"]:
-    """Writes one entry per slot at the slot's own position; a position beyond the window writes nothing."""
-    return cached.at[jnp.arange(cached.shape[0]), :, positions].set(entry, mode="drop")
-
-
-def resize(
-    cached: Float[Array, "slots kv_heads window head_dim"], window: int
-) -> Float[Array, "slots kv_heads _ head_dim"]:
-    """An array of the cache with another window: zeros are added at its end, or its end is cut off."""
-    extra = window - cached.shape[2]
-    return jnp.pad(cached, ((0, 0), (0, 0), (0, extra), (0, 0))) if extra > 0 else cached[:, :, :window]
-
-
-def insert(
-    cached: Float[Array, "slots kv_heads window head_dim"],
-    prefilled: Float[Array, "rows kv_heads length head_dim"],
-    source: Int32[Array, " slots"],
-) -> Float[Array, "slots kv_heads window head_dim"]:
-    """Copies prefilled prompts into slots; the n samples of a prompt all name the same row.
-
-    Args:
-        cached: An array of the cache; its window is at least the prefill's.
-        prefilled: The same array of the prefill's cache, whose slots are its rows.
-        source: For each slot the row it takes; −1 leaves the slot as it is.
-    """
-    kept = cached[:, :, : prefilled.shape[2]]
-    head = jnp.where((source >= 0)[:, None, None, None], prefilled[jnp.maximum(source, 0)], kept)
-    return jax.lax.dynamic_update_slice(cached, head, (0, 0, 0, 0))
-
-
-def fork(
-    cached: Float[Array, "slots kv_heads window head_dim"], source: Int32[Array, " slots"]
-) -> Float[Array, "slots kv_heads window head_dim"]:
-    """Every slot takes the content of the slot that `source` names; its own number changes nothing."""
-    return cached[source]
-
-
-class ServedWeights(eqx.Module):
-    """A decoder's parameters as the engine uses them.
-
-    Attributes:
-        ends: A decoder of no layers: embedding, final norm and output matrix, shared with the published decoder.
-        layers: One unstacked layer each.
-        scores_via: Where the parameters are split over several devices: the placements that scores take one after
-            the other, first as the output matrix lies (or XLA gathers the matrix), then whole. Empty on one device.
-    """
-
-    ends: Decoder
-    layers: tuple[Layer, ...]
-    scores_via: tuple[NamedSharding, ...] = eqx.field(static=True, default=())
-
-    @classmethod
-    def of(cls, decoder: Decoder) -> "ServedWeights":
-        """Unstacks the layers, once per weight version; those beside an adapter stay where they are."""
-        return cls(dataclasses.replace(decoder, layers=(), adapter=None), decoder.layers_apart())
-
-    def scores(self, x: Float[Array, "slots hidden"]) -> Float32[Array, "slots vocab"]:
-        """Logits from the last layer's residual stream, whole on every device, where each of them then samples."""
-        logits = self.ends.logits(self.ends.normalise(x))
-        return functools.reduce(lax.with_sharding_constraint, self.scores_via, logits)
-
-    def digests(self) -> dict[str, str]:
-        """Of what lies here, by the names of the decoder's arrays: equal to `decoder_digests` of what is served."""
-        return joined_digests([(0, named_leaves(self.ends)), *enumerate(map(self._named, self.layers))])
-
-    def lower_digests(self) -> dict[str, Callable[[], Any]]:
-        """The programs of `digests`, by what they read."""
-        return {
-            "digests, embedding and norm": lambda: lower_digests(named_leaves(self.ends)),
-            "digests, one layer": lambda: lower_digests(self._named(self.layers[0])),
-        }
-
-    @staticmethod
-    def _named(layer: Layer) -> dict[str, Array]:
-        return stack_names(named_leaves(layer))
-
-
-class _Progress(NamedTuple):
-    step: Int32[Array, ""]
-    cache: KVCache
-    tokens: Int32[Array, " slots"]
-    emitted: DeviceSamples
-    live: Bool[Array, " slots"]
-
-
-def decode(weights: ServedWeights, cache: KVCache, rows: SlotRows, steps: int) -> tuple[KVCache, DeviceSamples]:
-    """Runs up to `steps` decode steps for every live slot."""
-    slots = rows.tokens.shape[0]
-
-    def unfinished(progress: _Progress) -> Bool[Array, ""]:
-        return (progress.step < steps) & jnp.any(progress.live)
-
-    def advance(progress: _Progress) -> _Progress:
-        positions = rows.positions + progress.emitted.count
-        cache, logits = decode_step(weights, progress.cache, progress.tokens, positions, progress.live)
-        noise = uniforms(rows.seeds, positions)
-        tokens, logprobs = sample(logits, noise, **rows.sampling)
-        return _record(progress, cache, rows, tokens, logprobs)
-
-    nothing = DeviceSamples(
-        jnp.zeros((steps, slots), jnp.int32), jnp.zeros((steps, slots)), jnp.zeros(slots, jnp.int32)
-    )
-    start = _Progress(jnp.int32(0), cache, rows.tokens, nothing, rows.budget > 0)
-    end = lax.while_loop(unfinished, advance, start)
-    return end.cache, end.emitted
-
-
-def _record(
-    progress: _Progress,
-    cache: KVCache,
-    rows: SlotRows,
-    tokens: Int32[Array, " slots"],
-    logprobs: Float32[Array, " slots"],
-) -> _Progress:
-    """Adds one step's tokens, and ends the rows that stop with them."""
-    step, emitted = progress.step, progress.emitted
-    count = emitted.count + progress.live
-    stopped = jnp.any(tokens[:, None] == rows.stop_token_ids, axis=1)
-    written = DeviceSamples(emitted.tokens.at[step].set(tokens), emitted.logprobs.at[step].set(logprobs), count)
-    return _Progress(step + 1, cache, tokens, written, progress.live & ~stopped & (count < rows.budget))
-
-
-def decode_step(
-    weights: ServedWeights,
-    cache: KVCache,
-    tokens: Int32[Array, " slots"],
-    positions: Int32[Array, " slots"],
-    live: Bool[Array, " slots"],
-) -> tuple[KVCache, Float32[Array, "slots vocab"]]:
-    """Adds one token per live slot to the cache and scores the next one."""
-    ends = weights.ends
-    windows = ends.config.windows
-    tables = {window: rotary_tables(ends.config, positions, window) for window in dict.fromkeys(windows)}
-    seen = {window: _seen(positions, cache.window, window) for window in dict.fromkeys(windows)}
-    targets = jnp.where(live, positions, cache.window)  # beyond the window: a slot without a row writes nothing
-    x = ends.embed(tokens)
-    keys, values = [], []
-    for layer, window, cached_keys, cached_values in zip(
-        weights.layers, windows, cache.keys, cache.values, strict=True
-    ):
-        query, key, value = layer.project(x, *tables[window])
-        keys.append(append(cached_keys, key, targets))
-        values.append(append(cached_values, value, targets))
-        attended = grouped_attention(query[:, None], keys[-1], values[-1], seen[window])
-        x = layer.finish(x, attended[:, 0])
-    return KVCache(tuple(keys), tuple(values)), weights.scores(x)
-
-
-def _seen(positions: Int32[Array, " slots"], length: int, window: int | None) -> Bool[Array, "slots 1 length"]:
-    """Which entries of the cache a slot's newest token sees in a layer with that attention window."""
-    entries, newest = jnp.arange(length), positions[:, None]
-    seen = entries <= newest
-    return (seen if window is None else seen & (entries > newest - window))[:, None, :]
-
-
-def prefill(weights: ServedWeights, tokens: Int32[Array, "rows length"], kernel: AttentionKernel = "dense") -> KVCache:
-    """Keys and values of padded prompts. Those at padding mean nothing; decoding overwrites before reading them."""
-    rows, length = tokens.shape
-    positions, config = jnp.broadcast_to(jnp.arange(length), (rows, length)), weights.ends.config
-    tables = {window: rotary_tables(config, positions, window) for window in dict.fromkeys(config.windows)}
-    whole_rows = Segments.of(np.ones((rows, length)), most=1)
-    x: Float[Array, "rows length hidden"] = weights.ends.embed(tokens)
-    keys, values = [], []
-    for layer, window in zip(weights.layers, config.windows, strict=True):
-        query, key, value = layer.project(x, *tables[window])
-        keys.append(key.transpose(0, 2, 1, 3))
-        values.append(value.transpose(0, 2, 1, 3))
-        x = layer.finish(x, attention(query, key, value, whole_rows, kernel, window))
-    return KVCache(tuple(keys), tuple(values))
 
 
 class CompiledSteps(NamedTuple):
@@ -272,7 +65,7 @@ class CompiledSteps(NamedTuple):
 
 ONE_DEVICE = CompiledSteps(
     create=create_cache,
-    decode=jax.jit(decode, static_argnames="steps", donate_argnames="cache"),
+    decode=jax.jit(decode, static_argnames=("steps", "kernel"), donate_argnames="cache"),
     prefill=jax.jit(prefill, static_argnames="kernel"),
     insert=jax.jit(insert, donate_argnames="cached"),
     fork=jax.jit(fork, donate_argnames="cached"),
@@ -286,7 +79,9 @@ def split_programs(split: "ModelSplit") -> CompiledSteps:
     cache, whole = split.cache, split.whole
     return CompiledSteps(
         create=jax.jit(create_cache, static_argnums=(0, 1, 2), out_shardings=cache),
-        decode=jax.jit(decode, static_argnames="steps", donate_argnames="cache", out_shardings=(cache, whole)),
+        decode=jax.jit(
+            decode, static_argnames=("steps", "kernel"), donate_argnames="cache", out_shardings=(cache, whole)
+        ),
         prefill=jax.jit(prefill, static_argnames="kernel", out_shardings=cache),
         insert=jax.jit(insert, donate_argnames="cached", out_shardings=cache),
         fork=jax.jit(fork, donate_argnames="cached", out_shardings=cache),
@@ -394,6 +189,7 @@ def _check_divides(model: ModelConfig, devices: int, section: str) -> None:
         )
 
 
+_PAGES = "decode, {} rows by pages, window {}"
 _DECODE, _FORK, _RESIZE = "decode, window {}", "fork, window {}", "resize, window {} to {}"
 _PREFILL = "prefill, {} × {} prompt tokens"
 _INSERT = "insert, {} × {} prompt tokens, window {}"
@@ -455,19 +251,46 @@ class ModelRunner:
     def prefill(self, tokens: Int32[np.ndarray, "rows length"], source: Int32[np.ndarray, " slots"]) -> None:
         """Runs padded prompts and copies row ``source[s]`` into slot s (−1: none)."""
         self._need(_PREFILL.format(*tokens.shape), _INSERT.format(*tokens.shape, self.window))
-        kernel = self._kernel(tokens.shape[1])
+        kernel = self._prefill_kernel(tokens.shape[1])
         prefilled = self._programs.prefill(self._weights, jax.device_put(tokens), kernel=kernel)
         rows = jax.device_put(source)
         self._cache = jax.tree.map(lambda *arrays: self._programs.insert(*arrays, rows), self._cache, prefilled)
 
-    def _kernel(self, length: int) -> AttentionKernel:
+    @property
+    def _platform(self) -> Platform:
+        devices = self._weights.ends.embedding.sharding.device_set
+        return platform_named(next(iter(devices)).platform)
+
+    def _prefill_kernel(self, length: int) -> AttentionKernel:
         """What computes the attention of a prefill; kernels of a chip do not split over devices, dense does."""
-        embedding = self._weights.ends.embedding
-        platform = platform_named(next(iter(embedding.sharding.device_set)).platform)
-        if self._split is not None and platform != "cpu":
+        if self._split is not None and self._platform != "cpu":
             return "dense"
         window = self._weights.ends.config.shortest_window
-        return attention_kernel("auto", platform, length, embedding.dtype.name, window)
+        return attention_kernel("auto", self._platform, length, self._weights.ends.embedding.dtype.name, window)
+
+    @property
+    def _by_pages(self) -> bool:
+        """Whether there are programs of few rows and by pages: loops of small products are for CPUs."""
+        return self._split is None and self._platform == "cpu"
+
+    def _decode_shapes(self, window: int) -> Iterator[tuple[str, int, DecodeKernel]]:
+        """By name: rows and kernel of the programs of decoding over a cache of that window."""
+        slots = self._config.max_slots
+        yield _DECODE.format(window), slots, "dense"
+        for rows in self._config.decode_buckets if self._by_pages else ():
+            if rows < slots or window > page_positions(window):
+                yield _PAGES.format(rows, window), rows, "pages"
+
+    def _decode_shape(self, rows: HostRows) -> tuple[str, int, DecodeKernel]:
+        """That of the program for what is live: a function of nothing else."""
+        slots, window, live = self._config.max_slots, self.window, rows["budget"] > 0
+        count = next(b for b in self._config.decode_buckets if b >= live.sum()) if self._by_pages else slots
+        size = page_positions(window)
+        reach = (rows["positions"] + np.minimum(rows["budget"], self._steps))[live]
+        filled, whole = int((-(-reach // size)).sum()), -(-window // size) * slots
+        if count == slots and (2 * filled > whole or window == size or not self._by_pages):
+            return _DECODE.format(window), slots, "dense"
+        return _PAGES.format(count, window), count, "pages"
 
     def fork(self, source: Int32[np.ndarray, " slots"]) -> None:
         """Copies the cache of slot ``source[s]`` into slot s."""
@@ -476,10 +299,21 @@ class ModelRunner:
         self._cache = jax.tree.map(lambda cached: self._programs.fork(cached, slots), self._cache)
 
     def decode(self, rows: HostRows) -> HostSamples:
-        """Runs one dispatch and waits for it."""
-        self._need(_DECODE.format(self.window))
-        self._cache, emitted = self._programs.decode(self._weights, self._cache, to_device(rows), steps=self._steps)
-        return to_host(emitted)
+        """Runs one dispatch and waits for it.
+
+        Args:
+            rows: Of every slot.
+        """
+        return self._decode(rows, *self._decode_shape(rows))
+
+    def _decode(self, rows: HostRows, name: str, count: int, kernel: DecodeKernel) -> HostSamples:
+        self._need(name)
+        slots = len(rows["budget"])
+        chosen = np.sort(np.argsort(rows["budget"] == 0, kind="stable")[:count])  # what is live, then the first idle
+        given = to_device(rows if count == slots else {field: array[chosen] for field, array in rows.items()})
+        run = functools.partial(self._programs.decode, steps=self._steps, kernel=kernel)
+        self._cache, emitted = run(self._weights, self._cache, given)
+        return to_host(emitted, chosen, slots)
 
     def digests(self, weights: ServedWeights) -> dict[str, str]:
         """`ServedWeights.digests`; for any thread."""
@@ -508,6 +342,7 @@ class ModelRunner:
         for rows, length in sorted(self._prefill_shapes(smallest), key=lambda shape: (shape[1], -shape[0]))[:1]:
             first += [_PREFILL.format(rows, length), _INSERT.format(rows, length, smallest)]
         self._lazy.compile(first, urgent=True)
+        self._lazy.compile(name for name, _, kernel in self._decode_shapes(smallest) if kernel == "pages")
         for window, wider in pairwise(self._windows):
             self._lazy.compile([_RESIZE.format(window, wider), _DECODE.format(wider)])
         return self._lazy
@@ -548,10 +383,13 @@ class ModelRunner:
         caches = {window: self._cache_shape(config.max_slots, window) for window in self._windows}
         found: dict[str, Any] = {}
         for window, cache in caches.items():
-            found[_DECODE.format(window)] = functools.partial(run.decode.lower, weights, cache, rows, steps=self._steps)
+            for name, count, kernel in self._decode_shapes(window):
+                given = jax.eval_shape(lambda count=count: jax.tree.map(lambda array: array[:count], rows))
+                lower = functools.partial(run.decode.lower, weights, cache, given, steps=self._steps, kernel=kernel)
+                found[name] = lower
             for count, length in self._prefill_shapes(window):
                 tokens, prefilled = np.zeros((count, length), np.int32), self._cache_shape(count, length)
-                lower = functools.partial(run.prefill.lower, weights, tokens, kernel=self._kernel(length))
+                lower = functools.partial(run.prefill.lower, weights, tokens, kernel=self._prefill_kernel(length))
                 found.setdefault(_PREFILL.format(count, length), lower)
                 found[_INSERT.format(count, length, window)] = functools.partial(
                     run.insert.lower, cache.keys[0], prefilled.keys[0], slots
@@ -574,7 +412,8 @@ class ModelRunner:
 
         def begin(window: int) -> None:
             self.resize(window)
-            self.decode(idle_rows)
+            for shape in self._decode_shapes(window):
+                self._decode(idle_rows, *shape)
             self.fork(np.arange(slots, dtype=np.int32))
 
         for window in self._windows:

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.inference.config import EngineConfig
+from penstock.inference.decoding import ServedWeights
 from penstock.inference.dispatch import HostRows, HostSamples
-from penstock.inference.model_runner import ModelRunner, ServedWeights
+from penstock.inference.model_runner import ModelRunner
 from penstock.inference.sequence import Response
 from penstock.model.language import Decoder
 from penstock.model.programs import LazyPrograms
@@ -146,6 +147,7 @@ class SlotTable:
         self._responses: list[Response | None] = [None] * slots
         self._free = list(range(slots))
         self._rows = {
+            "slots": np.arange(slots, dtype=np.int32),
             "tokens": np.zeros(slots, np.int32),
             "positions": np.zeros(slots, np.int32),
             "budget": np.zeros(slots, np.int32),

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from starlette.applications import Starlette
@@ -31,6 +31,7 @@ from starlette.routing import Route
 from penstock.inference.access import AccessRules
 from penstock.inference.answers import CONTENT_TYPE, AnswerForm, AnswerStream, event, exposition
 from penstock.inference.codec import largest_body_bytes
+from penstock.inference.config import EngineConfig
 from penstock.inference.engine import InferenceEngine, PauseMode
 from penstock.inference.schema import (
     ApiError,
@@ -44,6 +45,7 @@ from penstock.inference.schema import (
     respond,
 )
 from penstock.inference.sequence import GenerationRequest
+from penstock.inference.server_pool import MODEL_NAME
 from penstock.model.language import Decoder
 from penstock.types import (
     CheckpointError,
@@ -90,31 +92,34 @@ def create_app(
         load_weights: With it, and only with a token, there are routes that pause the engine and give it other weights.
     """
     rules = access or AccessRules()
-    api = _Api(engine, tokenizer, model_name)
+    api = Api(engine, tokenizer, model_name)
+    status = _Status(engine, api)
     control = [] if load_weights is None or rules.token is None else _Control(engine, load_weights).routes()
     routes = [
-        Route("/health", api.health, methods=["GET"]),
-        Route("/ready", api.health, methods=["GET"]),
-        Route("/version", api.version, methods=["GET"]),
-        Route("/metrics", api.metrics, methods=["GET"]),
-        Route("/v1/models", api.models, methods=["GET"]),
-        Route("/v1/models/{name:path}", api.model, methods=["GET"]),
-        Route("/v1/completions", api.completions, methods=["POST"]),
-        Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
-        Route("/tokenize", api.tokenize, methods=["POST"]),
-        Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/health", status.health, methods=["GET"]),
+        Route("/ready", status.health, methods=["GET"]),
+        Route("/version", status.version, methods=["GET"]),
+        Route("/metrics", status.metrics, methods=["GET"]),
+        *api.routes(),
         *control,
     ]
-    handlers = {ApiError: respond, HTTPException: respond, Exception: respond}
     middleware = rules.middleware(largest_body_bytes(engine.config.max_seq_len, tokenizer.vocab_size))
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=_HANDLERS)
 
 
-class _Api:
-    def __init__(self, engine: InferenceEngine, tokenizer: TextCodec, model_name: str) -> None:
-        self._engine, self._tokenizer, self._model_name = engine, tokenizer, model_name
-        self._max_seq_len = engine.config.max_seq_len
-        self._at_work = asyncio.Semaphore(1)
+_HANDLERS: Mapping[Any, Any] = {ApiError: respond, HTTPException: respond, Exception: respond}
+
+
+def generation_app(answering: "Answering", tokenizer: TextCodec) -> Starlette:
+    """The routes that generate alone, by whatever name the model is called; who may ask is not checked here."""
+    return Starlette(routes=Api(answering, tokenizer, None).routes(), exception_handlers=_HANDLERS)
+
+
+class _Status:
+    """How an engine is."""
+
+    def __init__(self, engine: InferenceEngine, api: "Api") -> None:
+        self._engine, self._api = engine, api
 
     async def health(self, _: Request) -> JSONResponse:
         """200 while the engine can answer, 503 with the reason when it cannot."""
@@ -124,28 +129,81 @@ class _Api:
             return JSONResponse({"status": "unavailable", "reason": str(error)}, status_code=503)
         return JSONResponse({"status": "ok"})
 
+    async def version(self, _: Request) -> JSONResponse:
+        """Of Penstock."""
+        return JSONResponse({"version": version("penstock")})
+
+    async def metrics(self, _: Request) -> Response:
+        """All numbers in Prometheus' text form."""
+        content = await self._api.work(lambda: exposition(self._engine.stats(), self._engine.latencies()))
+        return Response(content, media_type=CONTENT_TYPE)
+
+
+@runtime_checkable
+class Answering(Protocol):
+    """What the API asks: an engine, or the policy of a run on behalf of one rollout."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """Limits."""
+        ...
+
+    @property
+    def version(self) -> WeightVersion:
+        """Of the weights that it serves."""
+        ...
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> "list[Future[list[Completion]]]":
+        """A future for each, with its n completions."""
+        ...
+
+
+class Api:
+    """The routes that generate, and what goes with them.
+
+    Args:
+        engine: What is asked for tokens.
+        tokenizer: Renders conversations and decodes texts.
+        model_name: The only model that it knows; None: it answers to every name.
+    """
+
+    def __init__(self, engine: Answering, tokenizer: TextCodec, model_name: str | None) -> None:
+        self._engine, self._tokenizer, self._model_name = engine, tokenizer, model_name
+        self._max_seq_len = engine.config.max_seq_len
+        self._at_work = asyncio.Semaphore(1)
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
     async def models(self, _: Request) -> JSONResponse:
         """The one model."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return JSONResponse({"object": "list", "data": [self._card(self._model_name or MODEL_NAME)]})
 
     async def model(self, request: Request) -> JSONResponse:
         """The one model by its name."""
-        self._check_model(request.path_params["name"])
-        return JSONResponse(self._card())
+        return JSONResponse(self._card(self._known(request.path_params["name"])))
 
     async def completions(self, request: Request) -> Response:
         """Continues prompts."""
         body = await self._read(request, CompletionBody)
-        self._check_model(body.model)
+        model = self._known(body.model)
         if body.is_ahead_of(self._engine.version):
             message = f"this server has weights of {self._engine.version}, and {body.least_weights} were asked for"
             raise ApiError(503, message, param="least_weights", code="weights_behind")
         decoding = body.decoding(body.max_tokens)
-        prompts = await self._work(lambda: [self._render(prompt) for prompt in body.prompts])
+        prompts = await self.work(lambda: [self._render(prompt) for prompt in body.prompts])
         seeds = body.prompt_seeds(len(prompts))
         requests = [GenerationRequest(p, decoding, seed, body.n) for p, seed in zip(prompts, seeds, strict=True)]
         form = AnswerForm(
-            self._tokenizer, self._model_name, False, decoding.stop_strings, body.logprobs is not None,
+            self._tokenizer, model, False, decoding.stop_strings, body.logprobs is not None,
             body.return_token_ids, body.return_tokens_as_token_ids,
         )  # fmt: skip
         return await self._answered(request, requests, form, body)
@@ -153,12 +211,12 @@ class _Api:
     async def chat_completions(self, request: Request) -> Response:
         """Answers a conversation."""
         body = await self._read(request, ChatBody)
-        self._check_model(body.model)
+        model = self._known(body.model)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         decoding = body.decoding(self._max_seq_len if limit is None else limit)
-        prompt = await self._work(lambda: self._conversation(body))
+        prompt = await self.work(lambda: self._conversation(body))
         form = AnswerForm(
-            self._tokenizer, self._model_name, True, decoding.stop_strings, bool(body.logprobs),
+            self._tokenizer, model, True, decoding.stop_strings, bool(body.logprobs),
             body.return_token_ids, body.return_tokens_as_token_ids, body.reads_calls,
         )  # fmt: skip
         asked = GenerationRequest(prompt, decoding, folded_seeds(body.seed, 1)[0], body.n)
@@ -171,7 +229,7 @@ class _Api:
             return await self._streamed(requests, form, body.counts_usage)
         futures = await self._submit(requests)
         groups = await _wait(request, futures, self._engine.config.request_timeout_s)
-        return await self._work(lambda: _response(form.answer(groups)))
+        return await self.work(lambda: _response(form.answer(groups)))
 
     async def _streamed(self, requests: list[GenerationRequest], form: AnswerForm, with_usage: bool) -> Response:
         """Begins once the engine has taken the requests: what it refuses is answered as ever."""
@@ -190,21 +248,12 @@ class _Api:
         body = await self._read(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give exactly one of prompt and messages", param="prompt")
-        return await self._work(lambda: self._tokenized(body))
+        return await self.work(lambda: self._tokenized(body))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
         body = await self._read(request, DetokenizeBody)
-        return await self._work(lambda: JSONResponse({"prompt": self._tokenizer.decode(body.tokens, False)}))
-
-    async def version(self, _: Request) -> JSONResponse:
-        """Of Penstock."""
-        return JSONResponse({"version": version("penstock")})
-
-    async def metrics(self, _: Request) -> Response:
-        """All numbers in Prometheus' text form."""
-        content = await self._work(lambda: exposition(self._engine.stats(), self._engine.latencies()))
-        return Response(content, media_type=CONTENT_TYPE)
+        return await self.work(lambda: JSONResponse({"prompt": self._tokenizer.decode(body.tokens, False)}))
 
     def _tokenized(self, body: TokenizeBody) -> Response:
         tokens = self._conversation(body) if body.prompt is None else self._render(body.prompt)
@@ -214,9 +263,9 @@ class _Api:
         content = await request.body()
         if len(content) <= SMALL_WORK_BYTES:
             return read_body(kind, content, self._max_seq_len)
-        return await self._work(lambda: read_body(kind, content, self._max_seq_len))
+        return await self.work(lambda: read_body(kind, content, self._max_seq_len))
 
-    async def _work(self, work: Callable[[], _Result]) -> _Result:
+    async def work(self, work: Callable[[], _Result]) -> _Result:
         """Runs in a thread what takes the processor's time; others wait for their turn.
 
         Work and event loop share one interpreter. While a thread works, the loop waits for it at every system call, so
@@ -230,14 +279,15 @@ class _Api:
         finally:
             loop.call_later(min(loop.time() - began, LONGEST_PAUSE_S), self._at_work.release)
 
-    def _card(self) -> dict[str, Any]:
-        card = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "penstock"}
+    def _card(self, name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": 0, "owned_by": "penstock"}
         return card | {"max_model_len": self._max_seq_len}
 
-    def _check_model(self, name: str) -> None:
-        if name != self._model_name:
+    def _known(self, name: str) -> str:
+        if self._model_name not in (None, name):
             message = f"model {name!r:.200} does not exist: this server has {self._model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        return name
 
     def _conversation(self, body: ChatBody | TokenizeBody) -> np.ndarray:
         said = [message.as_mapping() for message in body.messages or ()]

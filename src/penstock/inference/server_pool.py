@@ -359,11 +359,10 @@ class ServerPool:
             signs itself); None takes the system's.
         quiet_s: A server that sent nothing for so long, with requests outstanding, is asked for its health.
         health_s: It then has so long to answer.
-        dialect: How servers are asked; None: as Penstock's own.
 
     Attributes:
         model_name: What the servers call their model.
-        dialect: How they are asked.
+        dialect: How they are asked; at first as Penstock's own.
 
     Raises:
         ConfigError: the certificates cannot be read.
@@ -378,10 +377,9 @@ class ServerPool:
         certificate_authority: str | None = None,
         quiet_s: float = QUIET_S,
         health_s: float = HEALTH_S,
-        dialect: Dialect | None = None,
     ) -> None:
         self.model_name = MODEL_NAME
-        self.dialect: Dialect = dialect or PenstockDialect()
+        self.dialect: Dialect = PenstockDialect()
         self._timeout_s = request_timeout_s
         tls, clock = _tls(certificate_authority), time.monotonic
         self._make_connection: Callable[[Server], ServerConnection] = lambda server: ServerConnection(

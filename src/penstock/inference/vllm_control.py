@@ -25,6 +25,9 @@ ASK_S = 30.0
 """Longest wait for what changes nothing."""
 
 HEALTH_S = 5.0
+ONE_TOKEN = 1e-6
+"""Probability mass that the most probable token has alone."""
+
 UNPROVEN = "unproven"
 """What weights are called of which nobody knows what they are."""
 
@@ -111,7 +114,7 @@ class VllmControl:
             )
 
     def _check_logprobs(self) -> None:
-        sampling = {"n": 1, "max_tokens": 1, "temperature": 1.0, "top_k": 1, "seed": 0, "logprobs": 0}
+        sampling = {"n": 1, "max_tokens": 1, "temperature": 1.0, "top_p": ONE_TOKEN, "seed": 0, "logprobs": 0}
         sampling |= {"ignore_eos": True, "stop_token_ids": [], "stop": [], "detokenize": False}
         body = {"model": self._config.model, "token_ids": [0], "sampling_params": sampling, "stream": False}
         asked = self._send("POST", GENERATE, self._change_s, body)  # the first answer of all may take its time

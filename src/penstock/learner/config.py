@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from penstock.batch.advantages import AdvantageName
 from penstock.batch.packing import RowShape
 from penstock.learner.loss_terms import CriticConfig, KlConfig
-from penstock.model.language.attention_choice import AttentionChoice
+from penstock.model.language.attention_choice import AttentionChoice, Platform, Remat
 from penstock.types import ConfigError, RLLossModule
 from penstock.types.idle_keys import refuse_idle
 from penstock.types.importing import load_attribute
@@ -200,6 +200,8 @@ class OptimizerConfig(FrozenConfig, frozen=True):
         max_grad_norm: Gradients of a larger global norm are scaled down to it; None: never.
         frozen: Names of arrays that do not train, such as ``embedding`` or ``layers.*``; they cost no gradient, moments
             or arithmetic, and do not travel with new weights.
+        offload: Keep moments and master in the host's memory, and take them to the chip piece by piece at every step
+            (adamw; where the chip has memory of its own). The learner then has no optimiser state on the device.
         rates: By pattern of names, such as ``{"embedding": 0.1, "layers.*norm": 2}``: what multiplies the learning
             rate of those arrays, decay included; the product where several match.
     """
@@ -217,6 +219,7 @@ class OptimizerConfig(FrozenConfig, frozen=True):
     momentum: float = Field(default=0.95, ge=0, lt=1)
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     frozen: tuple[str, ...] = ()
+    offload: bool = False
     rates: dict[str, float] = {}
 
     def __hash__(self) -> int:
@@ -229,6 +232,11 @@ class OptimizerConfig(FrozenConfig, frozen=True):
             refuse_idle(self, ("decay_fraction",), f"schedule is {self.schedule!r}, and it is of 'wsd'")
         if self.name == "adafactor":
             refuse_idle(self, _ADAMW_KEYS, "name is 'adafactor', whose constants are Shazeer and Stern's")
+        if self.offload and self.name != "adamw":
+            raise ValueError(
+                f"offload is true and name {self.name!r}, whose step needs whole matrices: take adamw, which goes "
+                "piece by piece, or leave offload out"
+            )
         if self.name != "muon":
             refuse_idle(self, ("momentum",), f"name is {self.name!r}, and it is of 'muon'")
         for pattern, multiplier in self.rates.items():
@@ -338,9 +346,12 @@ class LearnerConfig(FrozenConfig, frozen=True):
             skips what is masked, on CPUs and of float32 models, else ``pallas``, a kernel for GPUs and TPUs.
             ``cudnn``: NVIDIA's for packed rows, by a private interface of JAX. Only ``dense`` takes memory that is
             quadratic in the length of rows.
-        remat: Recompute each layer's activations in the backward pass instead of keeping them. On by default:
-            it costs a CPU next to nothing, because memory that is not touched is not paged in either.
-        head_tile_tokens: Tokens whose scores over the vocabulary exist at the same time.
+        remat: What is kept of each layer for the backward pass, which computes the rest again. ``layer``: its input
+            alone, which costs a CPU next to nothing, because memory that is not touched is not paged in either;
+            ``offload``: that in the host's memory, where the chip has its own; ``products``: the results of its matrix
+            products; ``none``: everything. (``true`` and ``false`` of before are ``layer`` and ``products``.)
+        head_tile_tokens: Tokens whose scores over the vocabulary exist at the same time; None: 256 on a CPU, 1024 on a
+            GPU or TPU.
         parity: How engines and learner are held to the same log-probabilities.
         max_non_finite_updates: So many skipped updates in a row end the run.
         allow_truncated_sampling: Train on samples of top-k and the like, whose distribution is not the one that is
@@ -358,8 +369,8 @@ class LearnerConfig(FrozenConfig, frozen=True):
     row_length: int = Field(default=1024, ge=2)
     row_lengths: tuple[Annotated[int, Field(ge=2)], ...] = Field(default=(), max_length=4)
     micro_batch_rows: int = Field(default=8, ge=1)
-    remat: bool = True
-    head_tile_tokens: int = Field(default=256, ge=1)
+    remat: Remat = "layer"
+    head_tile_tokens: int | None = Field(default=None, ge=1)
     attention: AttentionChoice = "auto"
     parity: ParityConfig = ParityConfig()
     max_non_finite_updates: int = Field(default=5, ge=1)
@@ -379,6 +390,12 @@ class LearnerConfig(FrozenConfig, frozen=True):
         )
         return {name: value for name, value in values.items() if name != "mismatch_limit"}
 
+    @field_validator("remat", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        """Configurations of before said whether, and not what."""
+        return {True: "layer", False: "products"}[value] if isinstance(value, bool) else value
+
     @model_validator(mode="before")
     @classmethod
     def _longest_row(cls, values: Any) -> Any:
@@ -394,6 +411,29 @@ class LearnerConfig(FrozenConfig, frozen=True):
         """Of micro-batches, ascending by length, of equally many tokens as near as whole rows allow."""
         tokens = self.micro_batch_rows * self.row_length
         return tuple(RowShape(length, tokens // length) for length in self.row_lengths or (self.row_length,))
+
+    def head_tile(self, platform: Platform) -> int:
+        """Of `head_tile_tokens` what is taken there.
+
+        A tile of n tokens reads and writes 12 bytes per element of the output matrix and multiplies 8 n: at an H100's
+        and a v5e's rates the first takes a quarter of the second's time where n is 1024, and as long where it is 256.
+        """
+        return self.head_tile_tokens or (256 if platform == "cpu" else 1024)
+
+    def check_host_memory(self, platform: Platform) -> None:
+        """Refuses what would go to the host's memory where the device has no other.
+
+        Raises:
+            ConfigError: naming the key.
+        """
+        asked = {
+            "remat is 'offload'": self.remat == "offload", "optimizer.offload is true": self.optimizer.offload,
+        }  # fmt: skip
+        for words in (words for words, is_so in asked.items() if is_so and platform == "cpu"):
+            raise ConfigError(
+                f"learner.{words}, and this runs on a CPU, whose memory is the host's: it is for GPUs and TPUs; leave "
+                "it out"
+            )
 
     @property
     def optimizer_steps(self) -> int:

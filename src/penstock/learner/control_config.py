@@ -23,6 +23,11 @@ class ControlOptimizerConfig(OptimizerConfig, frozen=True):
     epsilon: float = Field(default=1e-5, gt=0)
     max_grad_norm: float | None = Field(default=0.5, gt=0)
 
+    @model_validator(mode="after")
+    def _on_the_chip(self) -> "ControlOptimizerConfig":
+        refuse_idle(self, ("offload",), "a control policy's state is small, and its steps are one program")
+        return self
+
 
 class VTraceConfig(FrozenConfig, frozen=True):
     """V-trace instead of GAE for fragments that are old.

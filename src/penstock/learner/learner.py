@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from penstock.batch import RowShape
+from penstock.batch.examples import longest_sample, minibatches_of
 from penstock.learner import step as compiled
 from penstock.learner.config import LearnerConfig, LossConfig, OptimizerConfig
 from penstock.learner.critic import Critic, ValueHead, ValueTargets
@@ -77,7 +78,7 @@ class Learner:
 
     Args:
         decoder: Initial parameters; never donated, never changed. Shapes in their place make a learner whose programs
-            can be lowered, and nothing else.
+            can be lowered and compiled, and nothing else; those of no device are for JAX's default one.
         config: Losses, optimiser and batch sizes of the learner.
         total_steps: Updates of the run, for the learning rate's course.
         seed: The run's seed; shuffles the minibatches.
@@ -108,9 +109,9 @@ class Learner:
         self._coming_id = ""
         self._step = 0
         self._skipped_in_a_row = 0
+        options = _forward_options(config, decoder)
         self._state = initial_state(config.optimizer, decoder)
         self._reference = ReferenceWeights(config.kl, decoder)
-        options = _forward_options(config, decoder)
         self._warm_start = WarmStart(config, options)
         frozen = config.optimizer.frozen
         self._zeros = compiled.zeros_maker(frozen)
@@ -251,27 +252,25 @@ class Learner:
         self._end_update()
 
     def _gradient_of(self, minibatch: Minibatch, rollout_id: str, start: int, stop: int) -> Any:
-        ids = {example.rollout_ids[0]: len(example.tokens) for example in minibatch.examples}
-        length = next(n for n in self._scored_lengths if n >= ids[rollout_id])
-        (micro_batch,) = self._plan(minibatch, [RowShape(length, 1)], ids.keys() - {rollout_id}).micro_batches
-        inside = (start <= micro_batch.positions) & (micro_batch.positions < stop)
-        micro_batch = micro_batch._replace(loss_weight=np.where(inside, micro_batch.loss_weight, np.float32(0)))
-        (gradients, _), _ = self._gradients(self._accumulate, [micro_batch], self._critic.head)
+        longest = {example.rollout_ids[0]: longest_sample(example) for example in minibatch.examples}
+        length = next(n for n in self._scored_lengths if n >= longest[rollout_id])
+        plan = self._plan(minibatch, [RowShape(length, 1)], longest.keys() - {rollout_id}, span=(start, stop))
+        (gradients, _), _ = self._gradients(self._accumulate, plan.micro_batches, self._critic.head)
         return gradients
 
     def score(self, examples: Sequence[RLExample], decoder: Decoder | None = None) -> list[Float32[np.ndarray, " pos"]]:
         """Log-probabilities of every token, by the loss's own forward pass over single rows, as short as they can be.
 
         Args:
-            examples: Of one sequence each, no longer than a row.
+            examples: Of a rollout each, no sample longer than a row.
             decoder: Whose; None means the current parameters.
 
         Returns:
-            float32 [pos] for each example, aligned with its tokens; 0 at the first, which nothing predicts.
+            float32 [pos] for each example, aligned with its tokens; 0 at a sample's first, which nothing predicts.
         """
         if not examples:
             return []
-        longest = max(len(example.tokens) for example in examples)
+        longest = max(map(longest_sample, examples))
         length = next(n for n in self._scored_lengths if n >= longest)
         scoring = partial(self._score, self._decoder if decoder is None else decoder)
         return score_plan(plan_scoring(examples, [RowShape(length, 1)]), scoring)
@@ -474,7 +473,7 @@ class Learner:
         """Of every optimiser step of update `step`, drawn by seed and step."""
         rng = generator(fold(self._seed, "minibatches", step))
         for _ in range(self._config.epochs):
-            for indices in compiled.minibatches_of(whole.examples, self._config.minibatches, rng):
+            for indices in minibatches_of(whole.examples, self._config.minibatches, rng):
                 yield whole.chosen(indices)
 
     def _end_update(self) -> None:
@@ -517,7 +516,12 @@ class Learner:
         return self._plan(minibatch, self._config.row_shapes, {*left_out, *self._uncomputed(minibatch.examples)}, step)
 
     def _plan(
-        self, minibatch: Minibatch, shapes: Sequence[RowShape], left_out: Collection[str], step: int | None = None
+        self,
+        minibatch: Minibatch,
+        shapes: Sequence[RowShape],
+        left_out: Collection[str],
+        step: int | None = None,
+        span: tuple[int, int] | None = None,
     ) -> UpdatePlan:
         """Micro-batches of an optimiser step, of these shapes."""
         return plan_update(
@@ -529,6 +533,7 @@ class Learner:
             proximal_logprobs=minibatch.proximal,
             value_targets=minibatch.targets,
             left_out=left_out,
+            span=span,
         )
 
     def _denominator(self, example: RLExample) -> int:
@@ -584,10 +589,13 @@ def _forward_options(config: LearnerConfig, decoder: Decoder) -> compiled.Forwar
     """For the device that holds the parameters, present or described.
 
     Raises:
-        ConfigError: the configured attention cannot act there.
+        ConfigError: the configured attention cannot act there, or nothing can be taken off it.
     """
-    device = min(decoder.embedding.sharding.device_set, key=lambda each: each.id)
+    placed = decoder.embedding.sharding  # None of shapes that are of no device
+    device = min(placed.device_set if placed else jax.devices(), key=lambda each: each.id)
     platform, capability = platform_named(device.platform), getattr(device, "compute_capability", None)
     capability = None if capability is None else float(capability)
     check_attention(config.attention, platform, decoder.config, capability)
-    return compiled.ForwardOptions(config.remat, config.head_tile_tokens, config.attention, platform)
+    config.check_host_memory(platform)
+    tile, dtype = config.head_tile(platform), decoder.config.dtype
+    return compiled.ForwardOptions(config.remat, tile, config.attention, platform, dtype)

@@ -7,6 +7,9 @@ what is in it.
 
 Arrays that are frozen have no part in any of it: no gradient is computed of them (`split_frozen`), and the state has
 nothing of them.
+
+*Offloaded*, moments and master lie in the host's memory, which a chip reads by itself; an AdamW step takes one piece of
+an array after the other (a layer of a stack) to the chip and back, so that of the state no more than pieces are there.
 """
 
 import math
@@ -29,6 +32,8 @@ from penstock.model.language.config import ADAPTER, ModelConfig
 from penstock.types import CheckpointError, ConfigError
 
 Tree = TypeVar("Tree")
+_HOST = "pinned_host"
+"""JAX's name of the host's memory that a chip can read."""
 _OF_ARRAY = re.compile(r"(?:adam\.\d+\.(?:(?:muon|adam)\.)?(?:mu|nu|v|v_row|v_col)|master)\.(.+)")
 """Names in the state that belong to one array of the model."""
 
@@ -205,12 +210,38 @@ def initial_state(config: OptimizerConfig, parameters: PyTree) -> OptimizerState
             f"learner.optimizer.name is 'muon', but no matrix of a layer trains (there are {', '.join(ranks)}): take "
             "adamw"
         )
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trained)):
+    if config.offload:
+        return _initial_in_host(config, trained)
+    if _are_shapes(trained):
         return jax.eval_shape(partial(initial_state, config), parameters)
     as_float32 = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained)
     own = all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(trained))
     moments = jax.jit(transformation(config).init)(as_float32)  # one program; otherwise one for each shape of zeros
     return OptimizerState(moments, None if own else as_float32)
+
+
+def _are_shapes(tree: PyTree) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def _initial_in_host(config: OptimizerConfig, trained: PyTree) -> OptimizerState:
+    """The same in the host's memory, but for the counter; of no array more than one is on the chip meanwhile."""
+    on_chip = jax.tree.leaves(trained)[0].sharding
+    in_host = on_chip.with_memory_kind(_HOST)
+    whole, shapes = config.model_copy(update={"offload": False, "frozen": ()}), _are_shapes(trained)
+    kinds = jax.eval_shape(partial(initial_state, whole), trained)
+
+    def placed(kind: Any, value: Callable[[], Any]) -> Any:
+        place = in_host if kind.ndim else on_chip
+        return (
+            jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=place) if shapes else jax.device_put(value(), place)
+        )
+
+    moments = jax.tree.map(lambda kind: placed(kind, lambda: np.zeros(kind.shape, kind.dtype)), kinds.adam)
+    if kinds.master is None:
+        return OptimizerState(moments, None)
+    masters = jax.tree.map(lambda kind, leaf: placed(kind, lambda: leaf.astype(kind.dtype)), kinds.master, trained)
+    return OptimizerState(moments, masters)
 
 
 def _check_patterns(key: str, patterns: Iterable[str], tree: PyTree, what: str) -> None:
@@ -251,6 +282,9 @@ def apply_gradients(
     gradients, _ = split_frozen(config.frozen, gradients)
     grad_norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    if config.offload:
+        updated, kept, changed = _moved_by_pieces(config, trained, state, gradients, _Stride(rate, grad_norm, finite))
+        return join_frozen(updated, rest), kept, AppliedUpdate(grad_norm, finite, changed)
     master = trained if state.master is None else state.master
     moves = jax.tree.map(lambda leaf, gradient: gradient is not None, trained, gradients)
     whole = jax.tree.map(lambda leaf, own: jnp.zeros_like(leaf) if own is None else own, master, gradients)
@@ -267,6 +301,102 @@ def apply_gradients(
     return join_frozen(updated, rest), kept, AppliedUpdate(grad_norm, finite, changed)
 
 
+class _Stride(NamedTuple):
+    """What a step of all arrays has in common.
+
+    Attributes:
+        rate: Learning rate.
+        grad_norm: Of all gradients together, before clipping.
+        finite: Whether the step is taken at all.
+    """
+
+    rate: Array
+    grad_norm: Array
+    finite: Array
+
+
+class _Piece(NamedTuple):
+    """Of an array, or of a part of it, what a step reads and makes; the last three in the host's memory.
+
+    Attributes:
+        own: The parameters.
+        gradient: Of them; afterwards how many of them are another number than before.
+        mu: First moments.
+        nu: Second ones.
+        master: float32 parameters, None where they are their own.
+    """
+
+    own: Array
+    gradient: Array
+    mu: Array
+    nu: Array
+    master: Array | None
+
+
+def _moved_by_pieces(
+    config: OptimizerConfig, trained: PyTree, state: OptimizerState, gradients: PyTree, stride: _Stride
+) -> tuple[PyTree, OptimizerState, Array]:
+    """What `apply_gradients` returns of AdamW's step, whose state is in the host's memory: to the chip by pieces."""
+    (index,) = [n for n, each in enumerate(state.adam) if isinstance(each, optax.ScaleByAdamState)]
+    adam, named = state.adam[index], _named_leaves(trained)
+    masters = [None] * len(named) if state.master is None else jax.tree.leaves(state.master)
+    arrays = zip(named, *map(jax.tree.leaves, (gradients, adam.mu, adam.nu)), masters, strict=True)
+    moved = []
+    for (name, own), gradient, mu, nu, master in arrays:
+        step = partial(_move_piece, config, name, adam.count, stride)
+        moved.append(_in_pieces(step, _Piece(own, gradient, mu, nu, master)))
+    structure = jax.tree.structure(trained)
+    own, changes, mu, nu, master = (list(each) for each in zip(*moved, strict=True))
+    count = jnp.where(stride.finite, optax.safe_increment(adam.count), adam.count)
+    adam = optax.ScaleByAdamState(count, structure.unflatten(mu), structure.unflatten(nu))
+    kept = None if state.master is None else structure.unflatten(master)
+    changed = sum(changes, jnp.zeros((), jnp.float32)) / max(float(sum(leaf.size for leaf in own)), 1.0)
+    chain = (*state.adam[:index], adam, *state.adam[index + 1 :])
+    return structure.unflatten(own), OptimizerState(chain, kept), changed
+
+
+_WHOLE, _MOST_PIECES, _TILE_ROWS = 2**20, 64, 16
+"""Elements that are a piece by themselves; into how many a larger array is cut at most; rows of a TPU's tile."""
+
+
+def _in_pieces(step: Callable[[_Piece], _Piece], whole: _Piece) -> _Piece:
+    """The step over pieces of the first axis, each after the other, as many as divide it."""
+    shape, count = whole.own.shape, _piece_count(whole.own.shape)
+    if count == 1:
+        return step(whole)
+    cut = jax.tree.map(lambda leaf: leaf.reshape(count, shape[0] // count, *shape[1:]), whole)
+    _, done = jax.lax.scan(lambda _, piece: (None, step(piece)), None, cut)
+    changed = done.gradient.sum()
+    joined = jax.tree.map(lambda leaf: leaf.reshape(shape), done._replace(gradient=done.own))
+    return joined._replace(gradient=changed)
+
+
+def _piece_count(shape: tuple[int, ...]) -> int:
+    """Into how many parts an array is cut; a matrix into whole tiles of rows, so that nothing is copied for it."""
+    if math.prod(shape) <= _WHOLE:
+        return 1
+    tile = _TILE_ROWS if len(shape) == 2 else 1
+    return max(n for n in range(1, _MOST_PIECES + 1) if n == 1 or shape[0] % (n * tile) == 0)
+
+
+def _move_piece(config: OptimizerConfig, name: str, count: Array, stride: _Stride, piece: _Piece) -> _Piece:
+    """`transformation` of a part of one array, by the gradient's norm over all."""
+    gradient, (mu, nu, kept) = piece.gradient, jax.device_put(piece[2:], jax.memory.Space.Device)
+    if config.max_grad_norm is not None:
+        clipped = gradient / stride.grad_norm * config.max_grad_norm
+        gradient = jnp.where(stride.grad_norm < config.max_grad_norm, gradient, clipped)
+    master = piece.own if kept is None else kept
+    made: Any = _adam(config).update(gradient, optax.ScaleByAdamState(count, mu, nu), master)
+    direction, adam = made
+    if config.weight_decay and not name.endswith(_SPARED):
+        direction = direction + config.weight_decay * master
+    moved = jnp.where(stride.finite, master - stride.rate * (config.rate_of(name) * direction), master)
+    own = moved.astype(piece.own.dtype)
+    moments = jax.tree.map(lambda new, old: jnp.where(stride.finite, new, old), (adam.mu, adam.nu), (mu, nu))
+    back = jax.device_put((*moments, None if kept is None else moved), jax.memory.Space.Host)
+    return _Piece(own, jnp.sum(own != piece.own, dtype=jnp.float32), *back)
+
+
 def direction_of(config: OptimizerConfig, parameters: PyTree, state: OptimizerState, gradients: PyTree) -> PyTree:
     """What an optimiser step subtracts from the float32 parameters, before it is multiplied by the learning rate.
 
@@ -276,17 +406,18 @@ def direction_of(config: OptimizerConfig, parameters: PyTree, state: OptimizerSt
         state: Moments and count before this step.
         gradients: float32, of the whole step.
     """
+    state = jax.device_put(state, jax.memory.Space.Device)
     master = split_frozen(config.frozen, parameters)[0] if state.master is None else state.master
     return transformation(config).update(gradients, state.adam, master)[0]
 
 
 def _changed_fraction(before: PyTree, after: PyTree, moves: PyTree) -> Float32[Array, ""]:
     """Of the elements of all arrays that move."""
-    changed, size = jnp.zeros((), jnp.float32), 0
+    changed, size = jnp.zeros((), jnp.float32), 0.0  # not an integer, which a model may exceed
     for old, new, moving in zip(*map(jax.tree.leaves, (before, after, moves)), strict=True):
         if moving:
             changed, size = changed + jnp.sum(old != new, dtype=jnp.float32), size + old.size
-    return changed / max(size, 1)
+    return changed / max(size, 1.0)
 
 
 def beside_base(config: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
@@ -343,12 +474,16 @@ def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     return [(_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
+_SPARED = ("norm", "bias")
+"""Ends of the names of arrays that do not decay."""
+
+
 def _decayed(parameters: PyTree) -> PyTree:
     """True for matrices, false for norms and biases (told by name: stacked leaves hide their rank)."""
 
     def decays(path: tuple, leaf: Array) -> bool:
         name = jax.tree_util.keystr(path[-1:], simple=True)
-        return not name.endswith(("norm", "bias"))
+        return not name.endswith(_SPARED)
 
     return jax.tree_util.tree_map_with_path(decays, parameters)
 
@@ -384,7 +519,12 @@ def from_named(like: OptimizerState, arrays: Mapping[str, np.ndarray], frozen: S
                 f"optimiser state {name} is {found.dtype}{list(found.shape)}, "
                 f"this model needs {leaf.dtype}{list(leaf.shape)}"
             )
-    return jax.tree.unflatten(structure, [jnp.asarray(arrays[name]) for name in wanted])
+    return jax.tree.unflatten(structure, [_beside(leaf, arrays[name]) for name, leaf in wanted.items()])
+
+
+def _beside(leaf: Array, array: np.ndarray) -> Array:
+    """On the chip, or in the host's memory, where the other lies."""
+    return jax.device_put(array, leaf.sharding) if leaf.sharding.memory_kind == _HOST else jnp.asarray(array)
 
 
 def _array_of(name: str) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Int64, PyTree
 
 from penstock.batch import PackedBatch, Placement, RowShape, pack, place, shapes_for, stack, trainable_tokens, unpack
+from penstock.batch.examples import sample_spans_of, samples_of
 from penstock.learner.config import LossConfig
 from penstock.learner.critic import ValueHead, ValueTargets, value_token_loss
 from penstock.learner.loss_terms import CriticConfig, KlConfig
@@ -38,7 +39,8 @@ from penstock.learner.losses import (
 )
 from penstock.learner.optimizer import OptimizerState, join_frozen, split_frozen
 from penstock.model.language import Decoder, Segments
-from penstock.model.language.attention_choice import AttentionChoice, Platform, attention_kernel
+from penstock.model.language.attention_choice import AttentionChoice, Platform, Remat, attention_kernel
+from penstock.model.programs import light_compilation
 from penstock.types import RLExample
 
 
@@ -60,8 +62,8 @@ class MicroBatch(NamedTuple):
         reference_logprobs: Under the reference of a KL; 0 where there is none.
         values: V of the state before the token, at the update's beginning; 0 without a value head.
         returns: What V should be there; likewise.
-        loss_weight: The sequence's weight in the optimiser step; 0 where not real.
-        same_version: Whether the whole sequence was sampled under the learner's present version.
+        loss_weight: The rollout's weight in the optimiser step; 0 where not real.
+        same_version: Whether the whole rollout was sampled under the learner's present version.
         count: Number of real entries.
     """
 
@@ -103,10 +105,17 @@ class Minibatch(NamedTuple):
 
 
 class UpdatePlan(NamedTuple):
-    """All micro-batches of one step, and where each example that has a place lies in their rows, end to end."""
+    """All micro-batches of one step.
+
+    Attributes:
+        micro_batches: Of its rows.
+        placements: Where each sample of the examples that have a place lies in these rows, end to end.
+        samples: How many each of those examples has.
+    """
 
     micro_batches: list[MicroBatch]
     placements: list[Placement]
+    samples: list[int]
 
 
 class PackedBeside:
@@ -160,6 +169,7 @@ def plan_update(
     proximal_logprobs: Sequence[Float32[np.ndarray, " _"] | None] | None = None,
     value_targets: Sequence[ValueTargets] | None = None,
     left_out: Collection[str] = (),
+    span: tuple[int, int] | None = None,
 ) -> UpdatePlan:
     """Micro-batches of an optimiser step: the entries are the tokens under the loss mask.
 
@@ -173,6 +183,7 @@ def plan_update(
         value_targets: Of each example; None where there is no value head.
         left_out: Ids of rollouts that the loss's denominators count and no row holds; the placements are of the others.
             Where none is left there is no micro-batch.
+        span: First and last + 1 of the positions whose loss counts, where it is not all of them.
     """
     sampled = [trainable_tokens(example) for example in examples]
     denominators = max_tokens or [loss.max_tokens or shapes[-1].length] * len(examples)
@@ -180,6 +191,9 @@ def plan_update(
     same = [bool((e.weight_steps[e.loss_mask] == version_step).all()) for e in examples]
     proximal = [None] * len(examples) if proximal_logprobs is None else proximal_logprobs
     targets: Sequence[ValueTargets | None] = [None] * len(examples) if value_targets is None else value_targets
+    if span is not None:
+        inside = [np.isin(np.arange(len(example.tokens)), np.arange(*span)) for example in examples]
+        weights = [each * weight for each, weight in zip(inside, weights, strict=True)]
     filled = [
         _Filling(weight, own, before, wanted and wanted.values, wanted and wanted.returns)
         for weight, own, before, wanted in zip(weights, same, proximal, targets, strict=True)
@@ -218,7 +232,8 @@ def score_plan(plan: UpdatePlan, scoring: Callable[[MicroBatch], Any]) -> list[F
         rows = np.zeros(micro_batch.tokens.shape, np.float32)
         rows.reshape(-1)[np.asarray(micro_batch.positions)[:count]] = found[:count]
         scores.extend(rows)
-    return unpack(scores, plan.placements)
+    parts = iter(unpack(scores, plan.placements))
+    return [np.concatenate([next(parts) for _ in range(count)]) for count in plan.samples]
 
 
 def scored_lengths(*row_lengths: int) -> tuple[int, ...]:
@@ -228,27 +243,6 @@ def scored_lengths(*row_lengths: int) -> tuple[int, ...]:
         lengths.append(length)
         length *= 4
     return (*lengths, *row_lengths)
-
-
-def minibatches_of(
-    examples: Sequence[RLExample], count: int, rng: np.random.Generator
-) -> list[Int64[np.ndarray, " n"]]:
-    """Indices of the examples of each optimiser step: whole groups, of nearly equal numbers of groups.
-
-    A group is the part of a rollout's id before the last slash. Fewer groups give as many steps as there are groups.
-
-    Args:
-        examples: Of an update.
-        count: Optimiser steps; 1 keeps the order.
-        rng: Draws which groups go together.
-    """
-    if count == 1:
-        return [np.arange(len(examples))]
-    names = [example.rollout_ids[0].rpartition("/")[0] for example in examples]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    group = np.array([numbers[name] for name in names])
-    parts = np.array_split(rng.permutation(len(numbers)), min(count, len(numbers)))
-    return [np.flatnonzero(np.isin(group, part)) for part in parts]
 
 
 def empty_micro_batch(shape: RowShape) -> MicroBatch:
@@ -266,11 +260,18 @@ def empty_micro_batch(shape: RowShape) -> MicroBatch:
 class _Filling(NamedTuple):
     """What the tokens of one example get in their row."""
 
-    loss_weight: float | np.float32
+    loss_weight: float | np.ndarray
     same_version: bool
     proximal_logprobs: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
+
+    def of_samples(self, example: RLExample) -> "list[_Filling]":
+        """That of each of the example's samples."""
+        return [
+            self._make(each[span] if isinstance(each, np.ndarray) else each for each in self)
+            for span in sample_spans_of(example)
+        ]
 
 
 class _Rows(NamedTuple):
@@ -287,6 +288,9 @@ def _plan(
     examples: Sequence[RLExample], filled: Sequence[_Filling], shapes: Sequence[RowShape], every_token: bool
 ) -> UpdatePlan:
     """The micro-batches of one shape after those of another; rows are counted with those that are all padding."""
+    counts = [len(sample_spans_of(example)) for example in examples]
+    filled = [part for each, example in zip(filled, examples, strict=True) for part in each.of_samples(example)]
+    examples = [sample for example in examples for sample in samples_of(example)]
     found = shapes_for([len(example.tokens) for example in examples], shapes)
     micro_batches, placements, before = list[MicroBatch](), dict[int, Placement](), 0
     for number, shape in enumerate(shapes):
@@ -296,7 +300,7 @@ def _plan(
             placements[index] = placement._replace(row=placement.row + before)
         micro_batches += of_shape.micro_batches
         before += shape.rows * len(of_shape.micro_batches)
-    return UpdatePlan(micro_batches, [placements[index] for index in range(len(examples))])
+    return UpdatePlan(micro_batches, [placements[index] for index in range(len(examples))], counts)
 
 
 def _plan_shape(
@@ -318,7 +322,7 @@ def _plan_shape(
         packed = stack(rows[chosen], micro_rows)
         wanted = (packed.position_ids > 0) if every_token else packed.loss_mask
         micro_batches.append(_gather(packed, wanted, _Rows(*(values[chosen] for values in beside))))
-    return UpdatePlan(micro_batches, placements)
+    return UpdatePlan(micro_batches, placements, [1] * len(placements))
 
 
 def _gather(packed: PackedBatch, wanted: Bool[np.ndarray, "rows pos"], beside: _Rows) -> MicroBatch:
@@ -364,10 +368,11 @@ ProximalSource = Literal["current", "stored", "behaviour"]
 class ForwardOptions(NamedTuple):
     """How the forward pass trades memory for time, see `LearnerConfig`, and what it is compiled for."""
 
-    remat: bool
+    remat: Remat
     head_tile_tokens: int
     attention: AttentionChoice = "auto"
     platform: Platform = "cpu"
+    dtype: str = "float32"
 
 
 _NO_KL, _NO_CRITIC = KlConfig(), CriticConfig()
@@ -450,7 +455,8 @@ def supervised_accumulator(options: ForwardOptions, frozen: tuple[str, ...] = ()
 
 
 def _accumulator(loss: LossOptions, options: ForwardOptions, frozen: tuple[str, ...]) -> Any:
-    return jax.jit(partial(accumulate, loss, options, frozen=frozen), donate_argnums=1)
+    light = light_compilation(options.platform, options.dtype)
+    return jax.jit(partial(accumulate, loss, options, frozen=frozen), donate_argnums=1, compiler_options=light)
 
 
 @cache

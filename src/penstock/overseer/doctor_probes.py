@@ -18,7 +18,7 @@ import numpy as np
 from penstock.fleet import SimulatorPool
 from penstock.fleet.config import FleetConfig, SimulatorConfig
 from penstock.inference import EngineConfig, GenerationRequest, InferenceEngine
-from penstock.inference.http_server import model_directory
+from penstock.inference.serving import model_directory
 from penstock.learner import Learner, LearnerConfig
 from penstock.learner.parity import Parity, ParityMonitor, differences_of, example_of
 from penstock.model.language import Decoder, InitConfig, ModelConfig, load_policy

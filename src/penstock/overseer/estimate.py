@@ -13,16 +13,18 @@ bfloat16 in float32):
   devices holds are copies throughout, 3 P b with those that are put there; beside an adapter 2 A b, since it reads the
   learner's base (over several devices P b more);
 - *gradients* 4 P, accumulated in float32, and P b for the micro-batch being added;
-- *optimiser*: AdamW's moments in float32, 8 P; Muon's momentum 4 P_m, with AdamW's 8 (P − P_m) of all but the P_m
-  parameters in matrices of layers; Adafactor's rows and columns of each matrix. And 4 P more for the float32 master
-  of a bfloat16 model. Of an adapter A for P, and its own dtype, as of its gradients;
+- *optimiser*, unless it is offloaded: AdamW's moments in float32, 8 P; Muon's momentum 4 P_m, with AdamW's
+  8 (P − P_m) of all but the P_m parameters in matrices of layers; Adafactor's rows and columns of each matrix. And 4 P
+  more for the float32 master of a bfloat16 model. Of an adapter A for P, and its own dtype, as of its gradients;
 - *KV cache* 2 · 2 L s S v b: the cache, and its copy while it grows or a prompt's samples fork from it;
 - *attention*, dense, R H T² (8 + c): scores and their gradient in float32, weights in the dtype of the products; by any
-  other kernel 8 N (q + v) c, half as much again without `remat`; and of the largest prefill, r prompts of length t,
-  8 r t i and dense H r t² (4 + c), else 6 r t (q + v) b;
-- *adapter's products*, of outputs w in all: 8 N w, 6 N w where bfloat16 is computed in float32;
-- *activations* of one micro-batch: L N h b between layers and N (4 h + 3 q + 4 v + 4 i) c inside one with `remat`;
-  without, L N (2 h + 2 q + 2 v + 2 i) b that are kept, and N (h + 2 i) c, or twice the former inside where c is not b;
+  other kernel 8 N (q + v) c, half as much again where products are kept; 8 R H T² in every layer, dense, where all is;
+  and of the largest prefill, r prompts of length t, 8 r t i and dense H r t² (4 + c), else 6 r t (q + v) b;
+- *adapter's products*, of outputs w in all: 8 N w, 6 N w where bfloat16 is computed in float32; or attention, where it
+  takes more and is not dense;
+- *activations* of one micro-batch: L N h b between layers (none, offloaded) and N (4 h + 3 q + 4 v + 4 i) c inside one
+  where `remat` keeps a layer's input; where it keeps products, L N (2 h + 2 q + 2 v + 2 i) b, and N (h + 2 i) c, or
+  twice the former inside where c is not b; where it keeps all, 4 L N (11 h + 3 q + 2 v + 6 i), and N (h + 2 i) c;
 - *vocabulary*: the output head takes 8 V h + 12 V · tile and what is kept, before the layers' backward pass; what that
   exceeds gradient, attention and activations by, and 6 · 4 V s of a decode step;
 - *float32 copies*, on CPUs of a bfloat16 model: 4 P + 8 V h in the learner, none beside an adapter; of head and cache
@@ -48,7 +50,7 @@ from pathlib import Path
 from penstock.batch.packing import RowShape
 from penstock.inference.config import EngineConfig
 from penstock.learner.config import STACKED, LearnerConfig, OptimizerConfig
-from penstock.model.language.attention_choice import AttentionKernel, attention_kernel
+from penstock.model.language.attention_choice import AttentionKernel, Remat, attention_kernel
 from penstock.model.language.config import ADAPTER, ModelConfig, PolicyConfig, read_shape
 from penstock.types import CheckpointError, ConfigError
 
@@ -67,7 +69,7 @@ class MemoryEstimate:
         reference_bytes: The reference's of a KL, and its average.
         engine_bytes: The engine's, of two versions.
         gradients_bytes: Accumulated, and of one micro-batch.
-        optimizer_bytes: The optimiser's state, and the float32 master.
+        optimizer_bytes: The optimiser's state, and the float32 master; 0 where they are in the host's memory.
         kv_cache_bytes: Twice the engine's cache.
         attention_bytes: Of one micro-batch and of one prefill; quadratic in the row's length where it is dense.
         activations_bytes: Of one micro-batch.
@@ -140,13 +142,14 @@ def estimate_memory(
     upcast = on_cpu and width < 4
     gradient = gradient_temporaries(model, learner, on_cpu)
     reference = reference_bytes(model, learner)
-    optimizer = optimizer_state_bytes(model, learner) + trained * (0 if own == 4 else 4)
+    state = optimizer_state_bytes(model, learner) + trained * (0 if own == 4 else 4)
+    offloads = learner.optimizer.offload
     return MemoryEstimate(
         parameters_bytes=base_bytes(model) + (2 if learner.optimizer_steps == 1 else 3) * moving_bytes(model),
         reference_bytes=reference,
         engine_bytes=_engine_bytes(model, engine),
         gradients_bytes=trained * (4 + own),
-        optimizer_bytes=optimizer,
+        optimizer_bytes=0 if offloads else state,
         kv_cache_bytes=2 * cache,
         attention_bytes=gradient["attention"] + _largest_prefill(model, engine, on_cpu),
         activations_bytes=gradient["activations"],
@@ -154,7 +157,7 @@ def estimate_memory(
         copies_bytes=gradient["copies"]
         + (4 * model.vocab_size * model.hidden_size + 4 // width * cache if upcast else 0),
         step_bytes=max(0, step_temporaries(model, learner) - sum(gradient.values())),
-        snapshot_bytes=moving_bytes(model) + optimizer + reference if snapshots else 0,
+        snapshot_bytes=moving_bytes(model) + state + reference if snapshots else 0,
     )
 
 
@@ -242,20 +245,28 @@ def _temporaries_of(shape: RowShape, model: ModelConfig, learner: LearnerConfig,
     kernel = attention_kernel(learner.attention, platform, length, model.dtype, model.shortest_window)
     apart, upcast = model.lora is not None, on_cpu and model.dtype == "bfloat16"
     head = (4 if apart else 8) * model.vocab_size * model.hidden_size  # a base's has no gradient
+    attention = attention_bytes(model, shape, kernel, learner.remat, on_cpu)
+    added = _adapter_activations(model, rows * length, upcast)
+    if kernel != "dense":  # whose gradient is over when those of the products are made
+        added = max(0, added - attention)
     layers = {
         "gradient": trained_count(model, learner) * _DTYPE_BYTES[_trained_dtype(model)],
-        "attention": attention_bytes(model, shape, kernel, learner.remat, on_cpu),
-        "activations": activation_bytes(model, rows, length, learner.remat, on_cpu)
-        + _adapter_activations(model, rows * length, upcast),
+        "attention": attention,
+        "activations": activation_bytes(model, rows, length, learner.remat, on_cpu) + added,
         "copies": 4 * count + head if upcast and not apart else 0,
     }
-    tile = 12 * model.vocab_size * min(learner.head_tile_tokens, rows * length)
+    tile = 12 * model.vocab_size * min(learner.head_tile(platform), rows * length)
     scoring = head + tile + _kept_bytes(model, rows * length, learner.remat)
     return layers | {"vocabulary": max(0, scoring - sum(layers.values()))}
 
 
 def step_temporaries(model: ModelConfig, learner: LearnerConfig) -> int:
-    """Bytes that the optimiser step takes beside its arguments, the new parameters of a bfloat16 model included."""
+    """Bytes that the optimiser step takes beside its arguments, the new parameters of a bfloat16 model included.
+
+    Of an offloaded state these alone: of pieces there are few.
+    """
+    if learner.optimizer.offload:
+        return moving_bytes(model)
     optimizer, wide = learner.optimizer, _trained_dtype(model) == "float32"
     per_parameter = (4.0 if wide else 10.6) if optimizer.name == "adafactor" else (10.0 if wide else 7.6)
     of_matrix = 6.0 if wide else 13.0
@@ -272,13 +283,15 @@ def kv_cache_bytes(model: ModelConfig, slots: int, length: int) -> int:
 
 
 def attention_bytes(
-    model: ModelConfig, shape: RowShape, kernel: AttentionKernel = "dense", remat: bool = True, on_cpu: bool = True
+    model: ModelConfig, shape: RowShape, kernel: AttentionKernel = "dense", remat: Remat = "layer", on_cpu: bool = True
 ) -> int:
     """One layer's attention with its gradient: scores of every query of a row against every key, where it is dense."""
     computed, tokens = 4 if on_cpu else _DTYPE_BYTES[model.dtype], shape.rows * shape.length
     if kernel == "dense":
-        return tokens * model.num_attention_heads * shape.length * (8 + computed)
-    return tokens * (model.query_size + model.key_value_size) * computed * (8 if remat else 12)
+        scores = tokens * model.num_attention_heads * shape.length
+        return scores * (8 + computed) + (8 * model.num_hidden_layers * scores if remat == "none" else 0)
+    more = 8 if remat in ("layer", "offload") else 12
+    return tokens * (model.query_size + model.key_value_size) * computed * more
 
 
 def prefill_temporaries(model: ModelConfig, rows: int, length: int, on_cpu: bool = True) -> int:
@@ -296,22 +309,30 @@ def _largest_prefill(model: ModelConfig, engine: EngineConfig, on_cpu: bool) -> 
     return max(prefill_temporaries(model, rows, length, on_cpu) for rows, length in shapes)
 
 
-def activation_bytes(model: ModelConfig, rows: int, row_length: int, remat: bool, on_cpu: bool = True) -> int:
+def activation_bytes(model: ModelConfig, rows: int, row_length: int, remat: Remat, on_cpu: bool = True) -> int:
     """What the backward pass of one micro-batch keeps and computes, without attention scores and the head."""
     tokens, width = rows * row_length, _DTYPE_BYTES[model.dtype]
     computed = 4 if on_cpu else width
     hidden, wide = model.hidden_size, model.intermediate_size
     inside = tokens * (4 * hidden + 3 * model.query_size + 4 * model.key_value_size + 4 * wide) * computed
-    if not remat:  # what is kept needs no computing again
-        inside = tokens * (hidden + 2 * wide) * computed if computed == width else 2 * inside
+    if remat == "none" or (remat == "products" and computed == width):  # what is kept needs no computing again
+        inside = tokens * (hidden + 2 * wide) * computed
+    elif remat == "products":
+        inside *= 2
     return _kept_bytes(model, tokens, remat) + inside
 
 
-def _kept_bytes(model: ModelConfig, tokens: int, remat: bool) -> int:
-    """From the forward to the backward pass: each layer's input, or the results of its matrix products, too."""
-    products = model.hidden_size + 2 * (model.query_size + model.key_value_size + model.intermediate_size)
-    per_token = model.hidden_size + (0 if remat else products)
-    return model.num_hidden_layers * tokens * per_token * _DTYPE_BYTES[model.dtype]
+def _kept_bytes(model: ModelConfig, tokens: int, remat: Remat) -> int:
+    """From the forward to the backward pass, on the device; scores of dense attention are not counted here."""
+    hidden, queries, keys = model.hidden_size, model.query_size, model.key_value_size
+    width, wide = _DTYPE_BYTES[model.dtype], model.intermediate_size
+    per_token = {
+        "offload": 0,
+        "layer": width * hidden,
+        "products": width * 2 * (hidden + queries + keys + wide),
+        "none": 4 * (11 * hidden + 3 * queries + 2 * keys + 6 * wide),
+    }
+    return model.num_hidden_layers * tokens * per_token[remat]
 
 
 def bytes_text(count: int) -> str:

@@ -14,14 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from penstock.overseer.results import (
-    Interval,
-    difference_interval,
-    pass_at_k,
-    proportion_interval,
-    reward_interval,
-)
 from penstock.types import RolloutBatch
+from penstock.types.intervals import Interval, difference_interval, pass_at_k, proportion_interval, reward_interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +47,7 @@ class Difference:
 
     Attributes:
         prompts: Number of distinct prompts that both answered.
-        reward_mean: Of the episode reward; see `penstock.overseer.results.difference_interval`.
+        reward_mean: Of the episode reward; see `penstock.types.intervals.difference_interval`.
         success_rate: Of the share that reaches the lesson's success threshold.
         unpaired: Number of rollouts of either that have no counterpart, because a group failed.
     """

@@ -26,7 +26,7 @@ from penstock.types import ConfigError, TrainingBatch
 
 if TYPE_CHECKING:
     from penstock.learner import Checkpoint
-    from penstock.model.programs import Programs
+    from penstock.model.programs import LazyPrograms, Programs
     from penstock.overseer.assembly import LocalBatches
     from penstock.overseer.run import PhaseSteps, Run
     from penstock.overseer.tasks import LocalComponent
@@ -86,11 +86,13 @@ class RunStart:
         policy: As initialised, as loaded, or the checkpoint's.
         codec: The tokenizer of a language policy; a control policy knows its spaces itself.
         checkpoint: Where it resumes from; None for a new run.
+        begun: Programs of its learner that are being compiled already.
     """
 
     policy: Any
     codec: Any = None
     checkpoint: "Checkpoint | None" = None
+    begun: "LazyPrograms | None" = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
     """The config as YAML, followed by the memory estimate and the components as comments.
 
     Raises:
-        ConfigError: the model or tokenizer that the config names is not there, or attention cannot be computed so.
+        ConfigError: the model or tokenizer that the config names is not there, or attention cannot be computed so, or
+            something is to be kept in another memory than there is.
     """
     if not isinstance(config, RunConfig):
         from penstock.overseer.control.plan import describe_fleet_plan
@@ -41,7 +42,9 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
     config.check_trains()
     model = model_shape(config.model)
     beside, on_cpu = not config.replay.synchronous, computes_on_cpu()
-    check_attention(config.learner.attention, "cpu" if on_cpu and find_spec("libtpu") is None else "gpu", model)
+    platform = "cpu" if on_cpu and find_spec("libtpu") is None else "gpu"
+    check_attention(config.learner.attention, platform, model)
+    config.learner.check_host_memory(platform)
     memory = estimate_memory(model, config.inference, config.learner, on_cpu, snapshots=beside)
     if config.replay.from_rollouts is not None or config.inference.external is not None:
         memory = replace(memory, engine_bytes=0, kv_cache_bytes=0)

@@ -11,6 +11,7 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.full_disk import RetriedWrites
 from penstock.overseer.metrics import RolloutMetrics, success_thresholds
 from penstock.overseer.progress import Progress, Sample
+from penstock.overseer.prometheus import PrometheusEndpoint
 from penstock.overseer.results import Results
 from penstock.overseer.simulator_events import failure_in_words, failures_in
 from penstock.rundir import EventLog, MetricsLog, RunDirectory
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 SHOWN_EVENTS = frozenset(
     {
         "component_death", "data_changed", "files_damaged", "evaluation_failed", "files_missing", "goal_reached",
-        "graduated", "group_failed", "isolation", "memory_freed", "regressed", "rewind", "rollouts_quarantined",
-        "scale_refused", "solutions_too_long", "started_anew", "straggler", "tracker_failed", "unlocked",
+        "graduated", "group_failed", "isolation", "memory_freed", "prometheus", "regressed", "rewind",
+        "rollouts_quarantined", "scale_refused", "solutions_too_long", "started_anew", "straggler", "tracker_failed",
+        "unlocked",
     }
 )  # fmt: skip
 """Events that concern the user at once."""
@@ -52,7 +54,9 @@ class RunLog:
         self._metrics = MetricsLog(directory.metrics_path)
         self._events = EventLog(directory.events_path)
         self._writes = RetriedWrites(config.replay.store.full_disk_s)
-        self._tracker = make_tracker(config.tracking, directory.path, config.dump(), self._tracker_failed)
+        self._prometheus = _endpoint(config, directory)
+        others = [] if self._prometheus is None else [self._prometheus]
+        self._tracker = make_tracker(config.tracking, directory.path, config.dump(), self._tracker_failed, others)
         self._samples_per_log = config.tracking.samples_per_log
         self._tally = RolloutMetrics(success_thresholds(config) if isinstance(config, RunConfig) else {})
         self.progress = progress
@@ -95,6 +99,16 @@ class RunLog:
         """Shows that the last updates taught nothing, in words; empty where they did. Once per stretch an event."""
         if self.progress.note_signal(words):
             self.event("no_signal", words=words)
+
+    def status(self, content: Mapping[str, Any]) -> None:
+        """What status.json says now; Prometheus has it, too."""
+        if self._prometheus is not None:
+            self._prometheus.note_status(content)
+
+    def announce(self) -> None:
+        """Says where Prometheus finds the run's numbers."""
+        if self._prometheus is not None:
+            self.event("prometheus", url=self._prometheus.url)
 
     @property
     def no_room(self) -> str:
@@ -149,6 +163,11 @@ class RunLog:
         values = self._tally.take()
         self.progress.note_rollouts(values)
         return values
+
+
+def _endpoint(config: "RunConfig | FleetRunConfig", directory: RunDirectory) -> PrometheusEndpoint | None:
+    prometheus = config.tracking.prometheus
+    return None if prometheus is None else PrometheusEndpoint(prometheus, directory.path.resolve().name)
 
 
 def _in_words(kind: str, fields: Mapping[str, Any]) -> str:

@@ -268,8 +268,10 @@ class Overseer:
         """One may be left out where the disk is full, and has been since before room could be kept: others follow."""
         self._directory.check_is_there()
         told = {"state": state, "time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+        status = told | self._run.status()
+        self._log.status(status)
         try:
-            self._directory.write_status(told | self._run.status())
+            self._directory.write_status(status)
         except OSError as error:
             if not is_full_disk(error):
                 raise

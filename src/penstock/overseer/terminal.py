@@ -24,12 +24,12 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.overseer.progress import Progress, Sample, Series
-from penstock.overseer.results import reward_interval
 from penstock.rundir.commands import command_line
 from penstock.text.lasting_output import lasting
 from penstock.text.safe_text import printable
 from penstock.types import RolloutBatchStats
 from penstock.types.errors import shortened
+from penstock.types.intervals import reward_interval
 
 SPARKS = "▁▂▃▄▅▆▇█"
 NOTE_EVERY_S = 10.0

@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, final
 
 from typing_extensions import override
 
 from penstock.learner import BestCheckpoint, save_checkpoint
 from penstock.learner.checkpoints import SavedLearner
-from penstock.model.programs import arithmetic, compile_programs
+from penstock.model.programs import LazyPrograms, arithmetic, compile_programs
 from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
 from penstock.overseer.full_disk import when_there_is_room
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
@@ -235,16 +236,16 @@ class LearnerComponent(ThreadedComponent[Any]):
         with self._publishing:
             self._open_broadcaster()  # others fetch while it compiles
         self.doing = "compiling"
-        for program in compile_programs(self._kind.scoring_programs(self._learner)):
+        for program in compile_programs(self._kind.scoring_programs(self._learner), begun=start.begun):
             self.note_compiled(program)
         self.doing, self.state = "waiting to be told what to do", "running"
-        self.crew.start(f"{self.name}.compile", self._compile_update)
+        self.crew.start(f"{self.name}.compile", partial(self._compile_update, start.begun))
 
-    def _compile_update(self) -> None:
+    def _compile_update(self, begun: LazyPrograms | None = None) -> None:
         """While others begin: nothing of it is needed before the first batch is there."""
         try:
             programs = self._kind.update_programs(self.learner, self.config)
-            for program in compile_programs(programs, urgent=False):
+            for program in compile_programs(programs, urgent=False, begun=begun):
                 self.note_compiled(program)
                 if self.stopping.is_set():
                     return

@@ -304,9 +304,18 @@ def open_log(
         progress: What the view shows.
         resumed: What was damaged, of a run that is resumed; None for a new one.
         checkpoint: What a run goes on from; its first events are of that version.
+
+    Raises:
+        ConfigError: a tracker cannot start; of a new run nothing is left behind.
     """
-    log = RunLog(directory, config, progress)
+    try:
+        log = RunLog(directory, config, progress)
+    except ConfigError:
+        if resumed is None:
+            shutil.rmtree(directory.path)  # nothing of a run is in it
+        raise
     log.step = progress.step = step_of(checkpoint)
+    log.announce()
     if resumed is not None:
         _record_changes(directory, config, log)
         for place, reason in resumed:

@@ -20,8 +20,10 @@ import numpy as np
 
 from penstock.curriculum import Curriculum, CurriculumConfig, CurriculumEvent, LessonConfig
 from penstock.environments import Environment, load_environment, validate_groups, validate_metrics
+from penstock.inference.agents import AgentEndpoint
 from penstock.inference.config import EngineConfig
 from penstock.types import (
+    AgentSession,
     Clock,
     Completion,
     ConfigError,
@@ -68,6 +70,7 @@ class RolloutManager:
         stop_engine: Called by `shutdown`; None where somebody else owns the engine.
         on_curriculum_event: Called with lessons that unlock, graduate or come back.
         clock: Unix seconds.
+        agents: Where agents ask the policy; None where nobody opened that. `shutdown` closes it.
 
     Attributes:
         lineage: Stamped on rollouts; the owner of a manager that outlives a lineage sets the next.
@@ -84,7 +87,9 @@ class RolloutManager:
         stop_engine: Callable[[], None] | None = None,
         on_curriculum_event: Callable[[CurriculumEvent], None] = lambda event: None,
         clock: Clock = time.time,
+        agents: AgentEndpoint | None = None,
     ) -> None:
+        self._agents = agents
         self.curriculum = curriculum
         self.context = context
         self._seed = seed
@@ -130,7 +135,7 @@ class RolloutManager:
         """
         # Imported here: rollout workers have no engine, and load no JAX.
         from penstock.inference import EngineContext, InferenceEngine
-        from penstock.inference.http_server import model_directory
+        from penstock.inference.serving import model_directory
         from penstock.model.arrays import shapes_of
         from penstock.model.language import PolicyConfig, load_policy, with_named_arrays
         from penstock.text import Tokenizer
@@ -157,6 +162,7 @@ class RolloutManager:
             },
             set_weights=lambda version, arrays: engine.set_weights(version, with_named_arrays(shape, arrays)),
             stop_engine=partial(engine.stop, stop_timeout_s),
+            agents=AgentEndpoint.of(inference, codec),
         )
         engine.start()
         try:
@@ -265,7 +271,7 @@ class RolloutManager:
         lesson = self.lesson(lesson_id)
         environment = self.environment(lesson_id)
         decoding = decoding or lesson.sampling_params.decoding(self.context.tokenizer)
-        asked = _NotedContext(context or self.context)
+        asked = _NotedContext(context or self.context, self._agents)
         try:
             if problems is None:
                 found, numbers = environment.sample(asked, n_examples, n_generations, decoding, rng, mode)
@@ -418,20 +424,23 @@ class RolloutManager:
                 closing.callback(self._stop_engine)
             for environment in environments.values() if close_environments else ():
                 closing.callback(environment.close)
+            if self._agents is not None:
+                closing.callback(self._agents.close)
 
 
 class _NotedContext:
-    """Notes which engines answer an environment, and when, which it need not pass on. Implements `InferenceContext`.
+    """Notes which engines answer an environment, and when, which it need not pass on. Implements `AgentContext`.
 
     Args:
         context: The one that is asked.
+        agents: Where agents ask it.
 
     Attributes:
         engines: Their names, in the order of their first answers.
     """
 
-    def __init__(self, context: InferenceContext) -> None:
-        self._context = context
+    def __init__(self, context: InferenceContext, agents: AgentEndpoint | None = None) -> None:
+        self._context, self._agents = context, agents
         self.engines: dict[str, None] = {}
         self._finished: list[Completion] = []
         self._read_s: float | None = None
@@ -454,6 +463,12 @@ class _NotedContext:
         self.engines |= dict.fromkeys(done.engine for answer in answers for done in answer if done.engine)
         self._finished += [done for answer in answers for done in answer if done.finished_s is not None]
         return answers
+
+    def session(self, decoding: Decoding, seed: int) -> AgentSession:
+        """Opens the endpoint for one rollout."""
+        if self._agents is None:
+            raise ConfigError("inference.endpoint is false: set it to true, so that agents can ask the policy")
+        return self._agents.open(self, decoding, seed)
 
     def age_s(self, rollout: Rollout) -> float:
         """Seconds since the last response in a rollout; 0 where nobody said when that was finished.

@@ -254,6 +254,21 @@ class RunFiles:
         return table.replace_schema_metadata(schema.metadata)
 
 
+def open_run_storage(directory: RunDirectory, trust: bool = False) -> Storage:
+    """Where a run's parts and batches are, for readers who list them time and again.
+
+    Args:
+        directory: Of the run; it may lack a config.
+        trust: Connect to the store in the network that its config names, whoever may have written that.
+
+    Raises:
+        ConfigError: ``replay.store.url`` names a place that is not opened, that cannot be read, or is silent.
+    """
+    url = _store_url(directory, trust)
+    with _telling(url):
+        return _open(directory, url)[0]
+
+
 def _open(directory: RunDirectory, url: str | None) -> tuple[Storage, pafs.FileSystem, str]:
     """Where rollouts and batches are: for listing, and for scanning with the path of its root."""
     if url is None or not is_remote(url):

@@ -11,6 +11,7 @@ infinities, which JSON does not have, become null.
 """
 
 import errno
+import io
 import json
 import math
 import os
@@ -219,6 +220,26 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):
                 yield _parse(path, number, line)
+
+
+def parse_lines(path: Path, content: bytes, offset: int = 0) -> Iterator[dict[str, Any]]:
+    """The objects in some finished lines of a log.
+
+    Args:
+        path: The log, for messages.
+        content: The lines.
+        offset: In bytes, where they begin in it.
+
+    Raises:
+        RunDirectoryError: a line is not a JSON object.
+    """
+    for index, line in enumerate(io.BytesIO(content)):
+        try:
+            yield _parse(path, index + 1, line)
+        except RunDirectoryError:
+            with path.open("rb") as file:
+                before = file.read(offset).count(b"\n")
+            yield _parse(path, before + index + 1, line)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from penstock.rundir.storage import replaced_atomically
 from penstock.types import InvalidRolloutError, PenstockError, RolloutMetadata, RunDirectoryError, SchemaVersionError
-from penstock.types.rollouts import SCHEMA_VERSION, Experience
+from penstock.types.rollouts import ONE_SAMPLE, SCHEMA_VERSION, Experience
 from penstock.types.spaces import dtype_named
 
 VERSION_KEY = b"penstock.schema_version"
@@ -225,9 +225,9 @@ METADATA_COLUMNS: list[pa.Field] = sorted(
 )
 """Columns of `RolloutMetadata`; a file that was written before there was one of them reads as its field's default."""
 
-_ADDED = {
+_ADDED: dict[str, Any] = {
     field.name: field.default for field in fields(RolloutMetadata) if field.name not in (*_FIRST, "schema_version")
-}
+} | {"sample_starts": ONE_SAMPLE}
 
 
 def metadata_values(members: Sequence[Experience], kind: str) -> dict[str, list[Any]]:

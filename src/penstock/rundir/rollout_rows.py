@@ -52,6 +52,7 @@ from penstock.types import (
     RunDirectoryError,
     Turn,
 )
+from penstock.types.rollouts import ONE_SAMPLE
 
 ROLLOUT_ARRAYS: Mapping[str, type] = {
     "prompt_tokens": np.int32,
@@ -100,7 +101,12 @@ def _rollout_fields(batch: pa.RecordBatch) -> list[list[Any]]:
         )
     }  # fmt: skip
     arrays = {field: arrays_from_column(batch.column(field), dtype) for field, dtype in ROLLOUT_ARRAYS.items()}
-    made = {"metadata": metadata_from_columns(batch), "turns": _turns(batch), "decoding": _decodings(batch)}
+    made = {
+        "metadata": metadata_from_columns(batch),
+        "turns": _turns(batch),
+        "decoding": _decodings(batch),
+        "sample_starts": _sample_starts(batch),
+    }
     by_name = {**plain, **arrays, **made}
     return [by_name[field] for field in Rollout.__match_args__]
 
@@ -137,6 +143,7 @@ def _is_sound(batch: pa.RecordBatch) -> bool:
     totals = batch.column("episode_reward").to_numpy(zero_copy_only=False)
     return bool(
         _lengths(prompts).all()
+        and set(_sample_starts(batch)) == {ONE_SAMPLE}
         and all(_least(column) >= 0 for column in (prompts, responses))
         and np.isfinite(flat_values(columns["response_logprobs"], np.float32)).all()
         and np.isfinite(rewards).all()
@@ -175,6 +182,14 @@ def _turns(batch: pa.RecordBatch) -> list[tuple[Turn, ...]]:
     structs = lists.values
     fields = [values_from_column(structs.field(field)) for field in ("role", "content", "start", "stop")]
     return list(map(tuple, slices(list(map(Turn, *fields)), lists.offsets)))
+
+
+def _sample_starts(batch: pa.RecordBatch) -> list[tuple[int, ...]]:
+    column = batch.column("sample_starts")
+    values, offsets = flat_values(column, np.int32), column.offsets.to_numpy()
+    if not column.null_count and (np.diff(offsets) == 1).all() and not values[offsets[0] : offsets[-1]].any():
+        return [ONE_SAMPLE] * batch.num_rows
+    return [ONE_SAMPLE if starts is None else tuple(starts) for starts in column.to_pylist()]
 
 
 def _decodings(batch: pa.RecordBatch) -> list[Decoding]:
@@ -235,6 +250,7 @@ def upgraded(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
         "finish_reason": ["stop"] * rows,
         "response_mask": [[True] * length for length in lengths],
         "response_weight_steps": [None] * rows,
+        "sample_starts": [ONE_SAMPLE] * rows,
         "turns": [[]] * rows,
         "decoding": [asdict(Decoding())] * rows,
         "timings": [[]] * rows,
@@ -288,6 +304,7 @@ ROLLOUT_SCHEMA = versioned(
         pa.field("token_rewards", pa.list_(pa.float32()), nullable=False),
         pa.field("response_mask", pa.list_(pa.bool_()), nullable=False),
         pa.field("response_weight_steps", pa.list_(pa.int32())),
+        pa.field("sample_starts", pa.list_(pa.int32()), nullable=False),
         pa.field("turns", pa.list_(_TURN), nullable=False),
         pa.field("decoding", _DECODING, nullable=False),
         pa.field("timings", pa.map_(pa.string(), pa.float64()), nullable=False),
@@ -337,6 +354,7 @@ def table_from_records(records: Sequence[RolloutRecord]) -> pa.Table:
         "oldest_weight_step": [rollout.oldest_weight_step for rollout in rollouts],
         "episode_reward": [float(rollout.episode_reward) for rollout in rollouts],
         "finish_reason": [rollout.finish_reason for rollout in rollouts],
+        "sample_starts": [rollout.sample_starts for rollout in rollouts],
         "turns": _turns_column(rollouts),
         "decoding": shared_column([rollout.decoding for rollout in rollouts], _decoding_column),
         "timings": _timings_column(records),

@@ -31,7 +31,7 @@ import pyarrow.json as pj
 
 from penstock.rundir.directory import NO_FORK, RunDirectory, read_forks
 from penstock.rundir.live_files import FilesVanished, RunFiles
-from penstock.rundir.logs import has_log, read_events, read_json_lines, read_status
+from penstock.rundir.logs import has_log, parse_lines, read_events, read_status
 from penstock.types import ConfigError, Mode, RunDirectoryError
 
 
@@ -112,7 +112,22 @@ def read_log_table(path: Path, schema: pa.Schema) -> pa.Table:
     Raises:
         RunDirectoryError: a finished line is not such a JSON object.
     """
-    return _read(path, schema, "ignore")
+    return read_log_block(path, schema)[0]
+
+
+def read_log_block(path: Path, schema: pa.Schema, offset: int = 0, limit: int | None = None) -> tuple[pa.Table, int]:
+    """Finished lines of a log from a byte on, and the byte after the last of them, for a reader who comes again.
+
+    Args:
+        path: The log; it may be missing.
+        schema: The columns; keys that it does not name are left out.
+        offset: In bytes, where a line begins.
+        limit: In bytes, about so much; one line at least. None reads to the end.
+
+    Raises:
+        RunDirectoryError: a finished line is not such a JSON object.
+    """
+    return _read(path, schema, "ignore", offset, limit)
 
 
 def read_fate_table(path: Path) -> pa.Table:
@@ -123,12 +138,17 @@ def read_fate_table(path: Path) -> pa.Table:
 
 def read_metric_table(path: Path) -> pa.Table:
     """``metrics.jsonl`` with one column per metric; null where a line does not have it."""
-    table = _read(path, _METRIC_KEYS, "infer")
+    return read_metric_block(path)[0]
+
+
+def read_metric_block(path: Path, offset: int = 0, limit: int | None = None) -> tuple[pa.Table, int]:
+    """Lines of ``metrics.jsonl`` from a byte on, and where they end, as `read_log_block` does it."""
+    table, end = _read(path, _METRIC_KEYS, "infer", offset, limit)
     for index, field in enumerate(table.schema):
         if pa.types.is_null(field.type):  # null on every line: it has no type of its own yet
             typed = field.with_type(pa.float64())
             table = table.set_column(index, typed, pa.nulls(table.num_rows, typed.type))
-    return table
+    return table, end
 
 
 def read_event_table(path: Path) -> pa.Table:
@@ -144,24 +164,36 @@ def read_event_table(path: Path) -> pa.Table:
     return _table(path, rows, _EVENT_SCHEMA, _EVENT_SCHEMA.names)
 
 
-def _read(path: Path, schema: pa.Schema, unexpected: str) -> pa.Table:
-    content = path.read_bytes() if has_log(path) else b""
-    content = content[: content.rfind(b"\n") + 1]
+def _read(
+    path: Path, schema: pa.Schema, unexpected: str, offset: int = 0, limit: int | None = None
+) -> tuple[pa.Table, int]:
+    content = _finished_lines(path, offset, limit) if has_log(path) else b""
+    end = offset + len(content)
     if not content.strip():
-        return schema.empty_table()
+        return schema.empty_table(), end
     if not _is_flat(content):
-        return _read_slowly(path, schema, unexpected)
+        return _read_slowly(path, content, offset, schema, unexpected), end
     # No line may be longer than a block.
     block_bytes = max(_LEAST_BLOCK_BYTES, 1 + max(map(len, io.BytesIO(content))))
     try:
         content.decode()  # Arrow's reader takes bytes that are no text
-        return pj.read_json(
+        table = pj.read_json(
             io.BytesIO(content),
             read_options=pj.ReadOptions(block_size=block_bytes),
             parse_options=pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior=unexpected),
         )
+        return table, end
     except (pa.ArrowInvalid, UnicodeDecodeError):
-        return _read_slowly(path, schema, unexpected)
+        return _read_slowly(path, content, offset, schema, unexpected), end
+
+
+def _finished_lines(path: Path, offset: int, limit: int | None) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        content = file.read(-1 if limit is None else limit)
+        if limit is not None and len(content) == limit and b"\n" not in content:
+            content += file.readline()
+    return content[: content.rfind(b"\n") + 1]
 
 
 def _is_flat(content: bytes) -> bool:
@@ -172,9 +204,9 @@ def _is_flat(content: bytes) -> bool:
     return braces and ends and b"[" not in content
 
 
-def _read_slowly(path: Path, schema: pa.Schema, unexpected: str) -> pa.Table:
+def _read_slowly(path: Path, content: bytes, offset: int, schema: pa.Schema, unexpected: str) -> pa.Table:
     """By Python's reader, which takes what Arrow's does not: half of a surrogate pair, a key that comes twice."""
-    rows = list(map(_cleaned, read_json_lines(path)))
+    rows = list(map(_cleaned, parse_lines(path, content, offset)))
     names = dict.fromkeys(schema.names)
     if unexpected == "infer":
         names |= dict.fromkeys(name for row in rows for name in row)
@@ -299,16 +331,21 @@ class RunViews:
             config; by default only where nobody but the user could.
         mode: Whose rollouts the views `rollouts` and `turns` show: those of training, or those of evaluations.
 
+        memory_bytes: Most that a query may take; None: DuckDB's own limit, four fifths of the machine's memory.
+
     Raises:
         ConfigError: ``replay.store.url`` names a place that is not opened, that cannot be read, or is silent.
         RunDirectoryError: there is no such folder, or one of its files is broken.
         SchemaVersionError: a newer Penstock wrote a file.
     """
 
-    def __init__(self, path: str | Path, trust: bool = False, mode: Mode = "train") -> None:
+    def __init__(
+        self, path: str | Path, trust: bool = False, mode: Mode = "train", memory_bytes: int | None = None
+    ) -> None:
         self.directory = RunDirectory(path)
         self.mode: Mode = mode
         self._trust = trust
+        self._memory_bytes = memory_bytes
         _check_is_a_run(self.directory)
         self._connection, self.files = self._open()
 
@@ -323,6 +360,10 @@ class RunViews:
     def close(self) -> None:
         """Frees the connection."""
         self._connection.close()
+
+    def interrupt(self) -> None:
+        """Ends the query that another thread is waiting for, by an error there; nothing where there is none."""
+        self._connection.interrupt()
 
     def reopen(self) -> None:
         """Looks at the files anew."""
@@ -360,6 +401,8 @@ class RunViews:
         except (duckdb.Error, OSError, pa.ArrowException) as error:
             if self.files.vanished:
                 raise FilesVanished(str(error)) from error
+            if isinstance(error, duckdb.InterruptException):
+                raise ConfigError("the query was ended before it had its answer: take fewer rows or columns") from error
             if isinstance(error, duckdb.OutOfMemoryException):  # DuckDB's own advice is on settings that are locked
                 raise ConfigError("the query needs more memory than there is: take fewer rows or columns") from error
             raise ConfigError(f"the query cannot be answered: {_without_excerpt(str(error))}") from error
@@ -406,6 +449,7 @@ class RunViews:
         rollouts = _TRAINED_VIEW if self.mode == "train" else _EVALUATED_VIEW
         connection.execute(_BASE_VIEWS + _current_step(self.directory) + rollouts + _TURNS_VIEW + _FRAGMENT_VIEWS)
         for setting in (
+            *(() if self._memory_bytes is None else (f"memory_limit = '{self._memory_bytes}B'",)),
             "temp_directory = ''",
             "enable_external_access = false",
             "python_enable_replacements = false",

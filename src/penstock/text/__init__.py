@@ -4,11 +4,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.text.tokenizer import Tokenizer, same_tokenizer
+    from penstock.text.tokenizer import Tokenizer, same_tokenizer, vocabulary_size
 
-_EXPORTS = {"Tokenizer": "tokenizer", "same_tokenizer": "tokenizer"}
+_EXPORTS = {"Tokenizer": "tokenizer", "same_tokenizer": "tokenizer", "vocabulary_size": "tokenizer"}
 
-__all__ = ["Tokenizer", "same_tokenizer"]
+__all__ = ["Tokenizer", "same_tokenizer", "vocabulary_size"]
 
 
 def __getattr__(name: str) -> Any:

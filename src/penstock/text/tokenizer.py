@@ -57,6 +57,21 @@ def same_tokenizer(path: str | Path, other: str | Path) -> bool | None:
     return contents[0].read_bytes() == contents[1].read_bytes()
 
 
+def vocabulary_size(path: str | Path) -> int:
+    """`Tokenizer.vocab_size` of a directory that adds no tokens to its ``tokenizer.json``; for 0 a tokenizer is none.
+
+    Without all that transformers imports for `Tokenizer.load`, which says what is wrong with a directory.
+    """
+    import tokenizers
+
+    file = _directory(path) / "tokenizer.json"
+    try:
+        vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    except Exception:  # as of `_load_fast`: whatever it is, `Tokenizer.load` will tell
+        return 0
+    return max(vocabulary.values(), default=-1) + 1
+
+
 class Tokenizer:
     """Implements `penstock.types.TextCodec`. Made by `load`."""
 

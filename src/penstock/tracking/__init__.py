@@ -4,14 +4,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.tracking.config import TrackingConfig
+    from penstock.tracking.config import PrometheusConfig, TrackingConfig
     from penstock.tracking.tracker import (
         JsonlTracker,
+        MlflowConfig,
+        MlflowTracker,
         MultiTracker,
         ServiceConfig,
         TensorBoardConfig,
         TensorBoardTracker,
         Tracker,
+        TrackioConfig,
+        TrackioTracker,
         WandbConfig,
         WandbTracker,
         conversation_of,
@@ -20,12 +24,17 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "JsonlTracker": "tracker",
+    "MlflowConfig": "tracker",
+    "MlflowTracker": "tracker",
     "MultiTracker": "tracker",
+    "PrometheusConfig": "config",
     "ServiceConfig": "tracker",
     "TensorBoardConfig": "tracker",
     "TensorBoardTracker": "tracker",
     "Tracker": "tracker",
     "TrackingConfig": "config",
+    "TrackioConfig": "tracker",
+    "TrackioTracker": "tracker",
     "WandbConfig": "tracker",
     "WandbTracker": "tracker",
     "conversation_of": "tracker",
@@ -33,8 +42,9 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "JsonlTracker", "MultiTracker", "ServiceConfig", "TensorBoardConfig", "TensorBoardTracker", "Tracker",
-    "TrackingConfig", "WandbConfig", "WandbTracker", "conversation_of", "make_tracker",
+    "JsonlTracker", "MlflowConfig", "MlflowTracker", "MultiTracker", "PrometheusConfig", "ServiceConfig",
+    "TensorBoardConfig", "TensorBoardTracker", "Tracker", "TrackingConfig", "TrackioConfig", "TrackioTracker",
+    "WandbConfig", "WandbTracker", "conversation_of", "make_tracker",
 ]  # fmt: skip
 
 

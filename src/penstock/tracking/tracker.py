@@ -5,6 +5,8 @@ each tracker's first one, and goes on with the others. Calls may come from sever
 at a time. `make_tracker` makes the one that the configuration names.
 
 - TensorBoard's event files are written by tensorboardX, which needs no TensorFlow and no torch.
+- Trackio writes a project's runs into one SQLite file, MLflow those of one store; neither asks for an account or a
+  network. Which run of theirs is this one stands in ``trackio_run`` and ``mlflow_run_id`` in the run directory.
 - Weights & Biases drops a metric whose step is smaller than one it has seen, and evaluations of an older version may
   well arrive after a newer update: every call carries the weight step as a metric of its own, and that is the x axis.
   The run's id is kept in ``wandb_id`` in the run directory, so that a resumed run continues the same curves.
@@ -14,14 +16,22 @@ Not covered: the run directory's own ``metrics.jsonl`` (`penstock.rundir.logs`).
 """
 
 import contextlib
+import contextvars
+import io
+import itertools
+import json
+import logging
+import os
+import re
 import threading
+import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from penstock.rundir import JsonLinesLog
 from penstock.types import AnyRollout, ConfigError, Mode
@@ -171,7 +181,11 @@ class JsonlTracker:
 
 
 def make_tracker(
-    config: "TrackingConfig", run_dir: Path, run_config: Mapping[str, Any], on_failure: OnFailure
+    config: "TrackingConfig",
+    run_dir: Path,
+    run_config: Mapping[str, Any],
+    on_failure: OnFailure,
+    others: Sequence[Tracker] = (),
 ) -> MultiTracker:
     """Makes every tracker that the configuration names, as one.
 
@@ -180,13 +194,14 @@ def make_tracker(
         run_dir: The run directory; it must exist.
         run_config: The resolved configuration, for services that show it.
         on_failure: See `MultiTracker`.
+        others: Trackers that are there already, and are closed like its own.
 
     Raises:
         ConfigError: a service's package is not installed, or the service cannot be reached.
     """
     trackers: list[Tracker] = []
     with contextlib.ExitStack() as on_error:
-        for tracker in _each(config, run_dir, run_config):
+        for tracker in itertools.chain(others, _each(config, run_dir, run_config)):
             trackers.append(tracker)
             on_error.callback(tracker.close)
         on_error.pop_all()
@@ -227,13 +242,8 @@ class TensorBoardTracker:
     """
 
     def __init__(self, directory: Path) -> None:
-        try:
+        with _extra("tensorboard", "tensorboardX"):
             from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ConfigError(
-                f"tracking.tensorboard needs tensorboardX, which cannot be imported ({error}): "
-                "pip install 'penstock[tensorboard]', or set tracking.tensorboard to null"
-            ) from error
         self._writer = SummaryWriter(logdir=str(directory))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -297,31 +307,21 @@ class WandbTracker:
     """
 
     def __init__(self, config: WandbConfig, run_dir: Path, run_config: Mapping[str, Any]) -> None:
-        try:
+        with _extra("wandb", "wandb"):
             import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ConfigError(
-                f"tracking.wandb needs wandb, which cannot be imported ({error}): "
-                "pip install 'penstock[wandb]', or set tracking.wandb to null"
-            ) from error
         self._wandb = wandb
-        try:
+        with _starting("wandb", "run `wandb login`, or set tracking.wandb.mode=offline"):
             self._run = wandb.init(
                 project=config.project,
                 entity=config.entity,
                 name=config.name or run_dir.name,
                 mode=config.mode,
-                id=_kept_id(run_dir / "wandb_id"),
+                id=_kept(run_dir / "wandb_id", lambda: uuid.uuid4().hex[:12]),
                 resume="allow",
                 dir=str(run_dir),
                 config=dict(run_config),
                 settings=wandb.Settings(console="off", silent=True),  # the live view owns the terminal
             )
-        except Exception as error:  # its own hierarchy of errors, which needs the import above
-            reason = " ".join(str(error).split())
-            raise ConfigError(
-                f"tracking.wandb could not start: {reason}; run `wandb login`, or set tracking.wandb.mode=offline"
-            ) from error
         self._run.define_metric("*", step_metric="weight_step")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -349,7 +349,225 @@ class WandbTracker:
         self._run.finish()
 
 
-def _kept_id(path: Path) -> str:
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12] + "\n")
-    return path.read_text().strip()
+class TrackioConfig(ServiceConfig):
+    """Trackio, on this machine; needs the extra ``penstock[trackio]``.
+
+    The project's file lies where ``trackio show`` looks for it: ``TRACKIO_DIR``, or Trackio's folder in one's cache.
+
+    Attributes:
+        project: The project's name.
+        name: The run's name; None: the run directory's.
+    """
+
+    label = "Trackio"
+
+    project: str = Field(default="penstock", min_length=1)
+    name: str | None = None
+
+    def open(self, run_dir: Path, run_config: Mapping[str, Any]) -> "TrackioTracker":
+        """A tracker that logs to the run of this directory, a new one or the one that it began."""
+        return TrackioTracker(self, run_dir, run_config)
+
+
+class TrackioTracker:
+    """Logs to one Trackio run: metrics by step, conversations as traces.
+
+    Trackio writes from a thread of its own, and tells what it could not write as a warning of Python's.
+
+    Args:
+        config: Project and name.
+        run_dir: Names the run, and says whether it began one.
+        run_config: The resolved configuration, shown beside the curves.
+
+    Raises:
+        ConfigError: trackio is not installed, or refuses to start.
+    """
+
+    def __init__(self, config: TrackioConfig, run_dir: Path, run_config: Mapping[str, Any]) -> None:
+        with _extra("trackio", "trackio"):
+            import trackio  # pyright: ignore[reportMissingImports]
+        self._trackio = trackio
+        name = config.name or run_dir.name
+        begun = _read(run_dir / "trackio_run") == name
+        with _starting("trackio", "mend that, or set tracking.trackio to null"), _silent():
+            # in a context of its own: another run of this process keeps its own present one
+            self._run = contextvars.copy_context().run(
+                trackio.init,
+                project=config.project,
+                name=name,
+                config=dict(run_config),
+                resume="allow" if begun else "never",
+                embed=False,
+                auto_log_cpu=False,
+                auto_log_gpu=False,
+            )
+        (run_dir / "trackio_run").write_text(name + "\n")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Logs metrics of the step."""
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Logs each conversation as a trace, with what is known of it besides as its metadata."""
+        traces: dict[str, list[Any]] = {}
+        for sample in samples:
+            known = {name: value for name, value in sample.items() if name != "turns"}
+            trace = self._trackio.Trace(messages=list(sample["turns"]), metadata=known)
+            traces.setdefault(_place_of(sample), []).append(trace)
+        self._run.log(traces, step=step)
+
+    def close(self) -> None:
+        """Writes out what is pending."""
+        with _silent():
+            self._run.finish()
+
+
+class MlflowConfig(ServiceConfig):
+    """MLflow; needs the extra ``penstock[mlflow]``.
+
+    Attributes:
+        uri: The store, such as ``sqlite:////data/mlflow.db`` or a server's address; None: ``MLFLOW_TRACKING_URI``,
+            and where that is not set ``mlflow.db`` in the run directory.
+        experiment: The experiment's name.
+        name: The run's name; None: the run directory's.
+    """
+
+    label = "MLflow"
+
+    uri: str | None = None
+    experiment: str = Field(default="penstock", min_length=1)
+    name: str | None = None
+
+    @field_validator("uri")
+    @classmethod
+    def _no_password(cls, uri: str | None) -> str | None:
+        if uri is not None and re.match(r"[^/]*://[^/@]*:[^/@]*@", uri):
+            raise ValueError("has a password, which the run directory would keep: set MLFLOW_TRACKING_URI instead")
+        return uri
+
+    def open(self, run_dir: Path, run_config: Mapping[str, Any]) -> "MlflowTracker":
+        """A tracker that logs to the run of this directory, a new one or the one that it began."""
+        return MlflowTracker(self, run_dir, run_config)
+
+
+_MLFLOW_BATCH, _MLFLOW_NAME, _MLFLOW_VALUE = 100, 250, 6000
+"""Parameters of one call, and characters of names and values: MLflow refuses more."""
+
+
+class MlflowTracker:
+    """Logs to one MLflow run: metrics by step, conversations as artifacts, the configuration as parameters.
+
+    Args:
+        config: Store, experiment and name.
+        run_dir: Names the run, and keeps its id.
+        run_config: The resolved configuration; parameters are what it was when the run began, since MLflow lets none
+            change, and the artifact ``config.json`` is what it is now.
+
+    Raises:
+        ConfigError: MLflow is not installed, or its store cannot be opened.
+    """
+
+    def __init__(self, config: MlflowConfig, run_dir: Path, run_config: Mapping[str, Any]) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would tell its makers of this use
+        with _extra("mlflow", "mlflow"):
+            from mlflow import MlflowClient, entities  # pyright: ignore[reportMissingImports]
+        for talkative in ("alembic", "mlflow"):  # of each table that a new store gets
+            logging.getLogger(talkative).setLevel(logging.WARNING)
+        self._metric = entities.Metric
+        uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir.resolve() / 'mlflow.db'}"
+        with _starting("mlflow", "correct tracking.mlflow.uri, or set tracking.mlflow to null"):
+            self._client = MlflowClient(tracking_uri=uri)
+            kept, name = run_dir / "mlflow_run_id", config.name or run_dir.name
+            begun = kept.exists()
+            self._run_id = _kept(kept, lambda: self._begin(_mlflow_experiment(self._client, config, uri), name))
+            if begun:
+                self._client.update_run(self._run_id, status="RUNNING")
+            else:
+                settings = [entities.Param(key, value) for key, value in _settings_of(run_config)]
+                for start in range(0, len(settings), _MLFLOW_BATCH):
+                    self._client.log_batch(self._run_id, params=settings[start : start + _MLFLOW_BATCH])
+            self._client.log_text(self._run_id, json.dumps(run_config, indent=2), "config.json")
+
+    def _begin(self, experiment_id: str, name: str) -> str:
+        return self._client.create_run(experiment_id, run_name=name).info.run_id
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Logs metrics of the step; in their names, characters that MLflow refuses become underscores."""
+        now_ms = int(time.time() * 1000)
+        numbers = [self._metric(_mlflow_name(name), value, now_ms, step) for name, value in metrics.items()]
+        self._client.log_batch(self._run_id, metrics=numbers)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Writes each conversation as the artifact ``samples/step-<step>/<rollout>.json``, or ``eval_samples/…``."""
+        for sample in samples:
+            file = re.sub(r"[^\w.-]", "_", sample["rollout_id"]) + ".json"
+            text = json.dumps({"step": step, **sample}, indent=2)
+            self._client.log_text(self._run_id, text, f"{_place_of(sample)}/step-{step}/{file}")
+
+    def close(self) -> None:
+        """Says that the run is over; one that is resumed takes it up again."""
+        self._client.set_terminated(self._run_id)
+
+
+def _mlflow_experiment(client: Any, config: MlflowConfig, uri: str) -> str:
+    """The experiment's id, which is made where it is missing; beside a file of SQLite, its artifacts lie there."""
+    found = client.get_experiment_by_name(config.experiment)
+    if found is not None:
+        return found.experiment_id
+    file = re.fullmatch(r"sqlite:///(.+)", uri)
+    artifacts = (Path(file[1]).resolve().parent / "mlflow_artifacts").as_uri() if file else None
+    return client.create_experiment(config.experiment, artifact_location=artifacts)
+
+
+def _mlflow_name(name: str) -> str:
+    return re.sub(r"[^\w./ :-]", "_", name)[:_MLFLOW_NAME]
+
+
+def _settings_of(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    """Dotted keys and their values as text."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _settings_of(value, f"{prefix}{key}.")
+        else:
+            yield _mlflow_name(f"{prefix}{key}"), str(value)[:_MLFLOW_VALUE]
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text().strip() if path.exists() else None
+
+
+def _kept(path: Path, make: Callable[[], str]) -> str:
+    """What an earlier life of the run wrote there, else what is made now."""
+    found = _read(path)
+    if found is None:
+        path.write_text((found := make()) + "\n")
+    return found
+
+
+@contextlib.contextmanager
+def _extra(name: str, package: str) -> Iterator[None]:
+    """Around the import of what only one service needs."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"tracking.{name} needs {package}, which cannot be imported ({error}): "
+            f"pip install 'penstock[{name}]', or set tracking.{name} to null"
+        ) from error
+
+
+@contextlib.contextmanager
+def _starting(name: str, remedy: str) -> Iterator[None]:
+    """Around a service's start; it has a hierarchy of errors of its own."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"tracking.{name} could not start: {reason}; {remedy}") from error
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keeps a service from printing: the live view owns the terminal."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from penstock.types.idle_keys import IdleKeyError, refuse_idle
     from penstock.types.packed import AnyRollout, PackedRollout
     from penstock.types.protocols import (
+        AgentContext,
+        AgentSession,
         BatchSource,
         Checkpointable,
         Clock,
@@ -72,6 +74,8 @@ if TYPE_CHECKING:
     from penstock.types.training import Fate, FragmentExample, ProblemSet, RLExample, Ticket, TrainingBatch
 
 _EXPORTS = {
+    "AgentContext": "protocols",
+    "AgentSession": "protocols",
     "AnyRollout": "packed",
     "BatchSource": "protocols",
     "Caller": "calls",
@@ -147,6 +151,7 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "AgentContext", "AgentSession",
     "AnyRollout", "BatchSource", "Caller", "CheckpointError", "Checkpointable", "Clock", "CompiledProgram",
     "Completion", "ConfigError", "CurriculumRecord", "Decoding", "DuplicateGroupError", "EnvironmentFailure",
     "EnvironmentSpec", "Experience", "FRAGMENT_SCHEMA_VERSION", "Fate", "FinishReason", "FragmentExample",

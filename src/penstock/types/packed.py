@@ -13,7 +13,15 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from penstock.types.generation import Decoding, FinishReason
-from penstock.types.rollouts import Rollout, RolloutMetadata, Turn, describe_rollout, find_defect, newest_weight_step
+from penstock.types.rollouts import (
+    Rollout,
+    RolloutMetadata,
+    Turn,
+    describe_rollout,
+    find_defect,
+    newest_weight_step,
+    sample_spans,
+)
 
 _origin = attrgetter(
     *(field.name for field in fields(RolloutMetadata) if field.name not in ("timestamp", "weight_step"))
@@ -45,13 +53,14 @@ class PackedRollout:
 
     __slots__ = (
         "_block", "_name", "_prompt_length", "_shared", "_timestamp", "_weight_step", "episode_reward",
-        "finish_reason", "oldest_weight_step", "turns",
+        "finish_reason", "oldest_weight_step", "sample_starts", "turns",
     )  # fmt: skip
 
     episode_reward: float
     oldest_weight_step: int | None
     finish_reason: FinishReason
     turns: tuple[Turn, ...]
+    sample_starts: tuple[int, ...]
 
     def __init__(self, rollout: Rollout, neighbour: "PackedRollout | None" = None) -> None:
         shared = _shared(rollout)
@@ -65,6 +74,7 @@ class PackedRollout:
         self.oldest_weight_step = rollout.oldest_weight_step
         self.finish_reason = rollout.finish_reason
         self.turns = rollout.turns
+        self.sample_starts = rollout.sample_starts
 
     @property
     def rollout_id(self) -> str:
@@ -148,6 +158,11 @@ class PackedRollout:
         return self._block.count(1, len(self._block) - self.response_length)
 
     @property
+    def longest_sample(self) -> int:
+        """Tokens of its longest sample."""
+        return max(stop - start for start, stop in sample_spans(self))
+
+    @property
     def newest_weight_step(self) -> int:
         """The newest version that sampled any token."""
         return newest_weight_step(self)
@@ -176,6 +191,7 @@ class PackedRollout:
             turns=self.turns,
             decoding=self.decoding,
             finish_reason=self.finish_reason,
+            sample_starts=self.sample_starts,
         )
 
     def __repr__(self) -> str:

@@ -128,6 +128,47 @@ class ManyInferenceContext(InferenceContext, Protocol):
 
 
 @runtime_checkable
+class AgentSession(Protocol):
+    """Where the agent of one rollout asks the policy, and what it was answered."""
+
+    @property
+    def base_url(self) -> str:
+        """Of an OpenAI-compatible API, its ``/v1`` included."""
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """Of this rollout alone; worth nothing once the session is closed."""
+        ...
+
+    @property
+    def overridden(self) -> int:
+        """Requests that asked to be sampled otherwise than the lesson says."""
+        ...
+
+    def close(self) -> Sequence[Completion]:
+        """Ends it; what was sampled, in the order of the requests. Raises why, where the policy could not be asked."""
+        ...
+
+
+@runtime_checkable
+class AgentContext(InferenceContext, Protocol):
+    """An inference context that programs can ask, too."""
+
+    def session(self, decoding: Decoding, seed: int) -> AgentSession:
+        """Opens an endpoint for one rollout.
+
+        Args:
+            decoding: How to sample, whatever the agent asks for; `max_output_tokens` bounds each answer.
+            seed: Decides the noise, with the number of a request.
+
+        Raises:
+            ConfigError: there is none (`inference.endpoint`).
+        """
+        ...
+
+
+@runtime_checkable
 class WeightSink(Protocol):
     """Where the learner puts new weights."""
 

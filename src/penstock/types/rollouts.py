@@ -151,9 +151,18 @@ class Turn:
     stop: int
 
 
+ONE_SAMPLE = (0,)
+"""`Rollout.sample_starts` where the context only grew."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Rollout:
     """One episode of a language policy: p prompt tokens, r response tokens.
+
+    Its tokens are one *sample*, a context that the policy saw grow, or several, one after the other: where the context
+    was written anew (a chat template that drops earlier thoughts, an agent that opens another conversation) the next
+    sample begins with all of the new context, which is not sampled. What the policy wrote stands once, in the sample
+    that it wrote it in; positions and attention of each sample begin anew (`sample_starts`).
 
     Attributes:
         env_name: Name of the environment.
@@ -174,6 +183,7 @@ class Rollout:
         turns: The conversation.
         decoding: How it was sampled.
         finish_reason: Why the last response ended.
+        sample_starts: Where each sample begins, counted from the start of prompt + response; the first begins at 0.
 
     Raises:
         InvalidRolloutError: naming the field that has a wrong dtype, length or value.
@@ -195,6 +205,7 @@ class Rollout:
     turns: tuple[Turn, ...] = ()
     decoding: Decoding = field(default_factory=Decoding)
     finish_reason: FinishReason = "stop"
+    sample_starts: tuple[int, ...] = ONE_SAMPLE
 
     def __post_init__(self) -> None:
         if self.response_mask is None:  # pyright: ignore[reportUnnecessaryComparison]
@@ -212,6 +223,8 @@ class Rollout:
         if not np.isfinite(self.episode_reward):
             raise InvalidRolloutError(f"episode_reward is {self.episode_reward}: it must be a finite number")
         _check_rewards_agree(self.token_rewards, self.episode_reward)
+        if self.sample_starts != ONE_SAMPLE:
+            _check_samples(self.sample_starts, len(self.prompt_tokens), self.response_mask)
 
     @property
     def group_id(self) -> str:
@@ -222,6 +235,11 @@ class Rollout:
     def sampled_tokens(self) -> int:
         """How many tokens the policy sampled."""
         return int(self.response_mask.sum())
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens of its longest sample, which a training row must hold."""
+        return max(stop - start for start, stop in sample_spans(self))
 
     @property
     def newest_weight_step(self) -> int:
@@ -246,6 +264,8 @@ def describe_rollout(rollout: "AnyRollout") -> str:
     named = rollout.rollout_id or f"{rollout.env_name}:{rollout.env_example_id}"
     tokens = f"{len(rollout.prompt_tokens)} + {len(rollout.response_tokens)} tokens"
     shown = [named, f"reward {rollout.episode_reward:.4g}", tokens]
+    if len(rollout.sample_starts) > 1:
+        shown.append(f"{len(rollout.sample_starts)} samples")
     if rollout.finish_reason != "stop":
         shown.append(rollout.finish_reason)
     said = [turn.content for turn in rollout.turns if turn.role == "assistant"]
@@ -255,6 +275,12 @@ def describe_rollout(rollout: "AnyRollout") -> str:
 
 
 _SHOWN_CHARS = 40
+
+
+def sample_spans(rollout: "AnyRollout") -> list[tuple[int, int]]:
+    """First and last + 1 of each sample's tokens in prompt + response."""
+    starts = rollout.sample_starts
+    return list(zip(starts, (*starts[1:], len(rollout.prompt_tokens) + len(rollout.response_tokens)), strict=True))
 
 
 def newest_weight_step(rollout: "AnyRollout") -> int:
@@ -296,6 +322,21 @@ def _check_values(name: str, array: np.ndarray, dtype: type, length: int | None)
         raise InvalidRolloutError(f"{name} holds a value that is not finite")
     if name in ("prompt_tokens", "response_tokens") and array.size and array.min() < 0:
         raise InvalidRolloutError(f"{name} holds a negative token id ({array.min()})")
+
+
+def _check_samples(starts: tuple[int, ...], prompt: int, mask: np.ndarray) -> None:
+    inside = all(prompt < start < prompt + len(mask) for start in starts[1:])
+    ascending = all(before < start for before, start in zip(starts, starts[1:], strict=False))
+    if starts[:1] != ONE_SAMPLE or not inside or not ascending:
+        raise InvalidRolloutError(
+            f"sample_starts is {list(starts)}: it must begin with 0 and ascend, the others within the response, "
+            f"{prompt + 1} to {prompt + len(mask) - 1}"
+        )
+    sampled = [start for start in starts[1:] if mask[start - prompt]]
+    if sampled:
+        raise InvalidRolloutError(
+            f"sample_starts: the sample at {sampled[0]} begins with a sampled token: it needs a context, as a prompt is"
+        )
 
 
 def _check_rewards_agree(token_rewards: np.ndarray, episode_reward: float) -> None:
@@ -401,7 +442,7 @@ _COLUMNS = ("rollout_id", "group_id", "lesson_id", "env_name", "env_example_id",
 _STAMPED = ("worker_id", "timestamp", "weight_step", "lineage")
 _OF_ROLLOUTS = (
     "finish_reason", "oldest_weight_step", "prompt_tokens", "response_tokens", "response_logprobs", "token_rewards",
-    "response_mask", "response_weight_steps",
+    "response_mask", "response_weight_steps", "sample_starts",
 )  # fmt: skip
 _OF_FRAGMENTS = ("rewards", "terminated", "truncated", "faults", "logprobs", "values", "weight_steps", "episodes")
 

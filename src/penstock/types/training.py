@@ -59,20 +59,20 @@ Fate = Literal["trained", "stale_step", "stale_time", "evicted", "filtered", "in
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RLExample:
-    """One sequence to learn from, or several packed into one row; `pos` positions.
+    """One rollout to learn from, or samples of several packed into one row; `pos` positions.
 
     Attributes:
         tokens: int32 [pos], prompt and response.
         loss_mask: bool [pos], true where the policy sampled the token at that position.
-        segment_ids: int32 [pos], 1, 2, … per sequence, 0 for padding.
-        position_ids: int32 [pos], position within its own sequence.
+        segment_ids: int32 [pos], 1, 2, … per sample of a rollout, one after the other; 0 for padding.
+        position_ids: int32 [pos], position within its own sample.
         advantage: float32 [pos], 0 outside the loss mask.
         generator_log_probs: float32 [pos], behaviour log-probability of the token there, 0 outside.
         reference_log_probs: float32 [pos], or None where no reference model is used.
         temperature: float32 [pos], the rollout's own.
         weight_steps: int32 [pos], the version that sampled the token; −1 outside the loss mask. Where a
             sequence's prompt cache is older than its first token, the older version stands for all of it.
-        rollout_ids: Which rollouts, in segment order.
+        rollout_ids: Of a rollout, its own. Of a row, whose sample each segment is, in their order.
     """
 
     tokens: np.ndarray

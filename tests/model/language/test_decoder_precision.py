@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 from penstock.batch import RowShape
-from penstock.inference.model_runner import ServedWeights, create_cache, decode_step, prefill
+from penstock.inference.decoding import ServedWeights, create_cache, decode_step, prefill
+from penstock.inference.dispatch import to_device
+from penstock.inference.scheduler import SlotTable
 from penstock.learner import LearnerConfig
 from penstock.learner.losses import LossInputs, TokenLoss, policy_token_loss
 from penstock.learner.step import ForwardOptions, LossOptions, accumulate, empty_micro_batch, head_outputs, zeros
+from penstock.model.language.attention import Pages
 from penstock.model.language.precision import product, rounded
 
-OPTIONS = ForwardOptions(remat=True, head_tile_tokens=7)
+OPTIONS = ForwardOptions(remat="layer", head_tile_tokens=7)
 
 
 def products(jaxpr: Any) -> Iterator[Any]:
@@ -49,15 +52,21 @@ def scores(decoder: Any) -> Any:
 
 
 def decoding(decoder: Any) -> Any:
-    cache, rows = create_cache(decoder.config, 3, 16), jnp.zeros(3, jnp.int32)
-    return decode_step(ServedWeights.of(decoder), cache, rows, rows, rows == 0)
+    cache, rows = create_cache(decoder.config, 3, 16), to_device(SlotTable(3, 1).rows)
+    return decode_step(ServedWeights.of(decoder), cache, rows, rows.budget == 0)
+
+
+def decoding_by_pages(decoder: Any) -> Any:
+    cache, rows = create_cache(decoder.config, 3, 16), to_device(SlotTable(3, 1).rows)
+    pages = Pages.of(rows.positions + 1, 16)
+    return decode_step(ServedWeights.of(decoder), cache, rows, rows.budget == 0, pages)
 
 
 def prefilling(decoder: Any) -> Any:
     return prefill(ServedWeights.of(decoder), jnp.zeros((2, 8), jnp.int32))
 
 
-@pytest.mark.parametrize("program", [update, scores, decoding, prefilling])
+@pytest.mark.parametrize("program", [update, scores, decoding, decoding_by_pages, prefilling])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_product_of_both_sides_has_the_highest_precision_and_float32_sums(tiny_decoder, program, dtype):
     decoder = tiny_decoder(dtype=dtype, model_type="qwen3")

@@ -85,6 +85,16 @@ def test_an_environment_of_verifiers_is_said(env_id, file):
     assert code.place == "not found" if file is None else code.place.endswith(f"/{file}")
 
 
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("agent", "place"), [("my_agents.py:solve", "not found"), ("[python, harness.py]", "started as a program")]
+)
+def test_an_agent_is_said(agent, place):
+    word = f"{CATS}={{env_class: penstock.environments.AgentEnvironment, env_args: {{agent: {agent}}}}}"
+    (code,) = named_code(load_config("cats", [word]).dump())
+    assert (code.key, code.place) == (f"{CATS}.env_args.agent", place)
+
+
 def test_a_value_of_megabytes_is_cut():
     values = apply_overrides(load_config("cats").dump(), ["runtime=ray", f"ray.runtime_env={{a: {'x' * 9999}}}"])
     assert len(said(values)["ray.runtime_env"]) == 300
@@ -100,7 +110,7 @@ def test_whoever_imports_what_a_config_names_is_known():
         and re.search(r"\b(load_attribute|import_module|spec_from_file_location|__import__|runpy)\(", path.read_text())
     }
     assert found == {
-        "batch/factory.py", "environments/loading.py", "environments/reward_process.py",
+        "batch/factory.py", "environments/agents.py", "environments/loading.py", "environments/reward_process.py",
         "environments/reward_worker.py", "environments/simulators/minecraft.py", "environments/simulators/registry.py",
         "environments/verifiers.py", "learner/config.py", "overseer/doctor.py", "types/importing.py",
     }  # fmt: skip

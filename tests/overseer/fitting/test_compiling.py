@@ -14,7 +14,7 @@ from penstock.overseer.fitting.compiling import (
     largest_temporaries,
     tree_bytes,
 )
-from penstock.overseer.fitting.search import shape_named
+from penstock.overseer.fitting.search import shape_named, with_adapter
 
 HLO = """HloModule jit_f
 
@@ -82,6 +82,21 @@ def test_seven_billion_parameters_are_counted_without_an_array(config):
     assert shapes.optimizer_bytes == 12 * count + 4  # moments and master, and Adam's count
     assert 4 * count <= shapes.gradient_bytes < 4 * count + 100  # and the sums of metrics
     assert len(jax.live_arrays()) - before < 4
+
+
+def test_an_adapter_has_its_base_once_and_all_that_trains_is_its_own(config):
+    model = with_adapter(shape_named("0.5b", config), 16)
+    shapes = RunShapes(config, model)
+    adapter = model.parameter_count - shape_named("0.5b", config).parameter_count
+    assert tree_bytes(shapes.decoder) == tree_bytes(shapes.weights) == 2 * model.parameter_count
+    assert shapes.shared_bytes == 2 * (model.parameter_count - adapter)
+    assert shapes.optimizer_bytes == 12 * adapter + 4
+    assert 4 * adapter <= shapes.gradient_bytes < 4 * adapter + 100
+
+
+def test_engine_and_learner_share_a_model_s_ends(config):
+    model = shape_named("0.5b", config)
+    assert RunShapes(config, model).shared_bytes == 2 * (model.vocab_size + 1) * model.hidden_size
 
 
 def test_frozen_arrays_have_no_part_in_gradient_and_state(config):

@@ -9,6 +9,7 @@ from rich.console import Console
 
 import penstock
 from penstock.model.language.config import ModelConfig
+from penstock.model.language.lora import LoraConfig
 from penstock.overseer.fitting.chips import Chip
 from penstock.overseer.fitting.compiling import CompiledPart, Temporary
 from penstock.overseer.fitting.report import (
@@ -17,6 +18,7 @@ from penstock.overseer.fitting.report import (
     Remedy,
     StepWork,
     attention_flops,
+    host_bytes,
     layer_matrices,
     memory_parts,
     phases_of,
@@ -45,7 +47,7 @@ class Sized:
 def shapes():
     return SimpleNamespace(
         model=MODEL, decoder=[Sized(300)], weights=[Sized(301)], optimizer_bytes=2400, gradient_bytes=1200,
-        cache=lambda slots, window: [Sized(slots * window)],
+        cache=lambda slots, window: [Sized(slots * window)], shared_bytes=50,
     )  # fmt: skip
 
 
@@ -55,7 +57,7 @@ def config(*changes):
 
 def test_learner_and_engine_at_their_worst_are_added_where_both_run(shapes):
     assert memory_parts(config(), shapes, PROGRAMS) == {
-        "parameters of the learner": 300, "parameters of the engine": 301, "optimiser state": 2400,
+        "parameters of the learner": 300, "parameters of the engine": 251, "optimiser state": 2400,
         "KV cache": 2 * 64, "accumulated gradient": 1200, "temporaries of the learner (gradient)": 507,
         "the engine's next version": 301,
     }  # fmt: skip
@@ -69,6 +71,24 @@ def test_at_staleness_zero_the_worse_of_the_two_counts(shapes):
 def test_several_optimiser_steps_keep_the_version_that_engines_read(shapes):
     parts = memory_parts(config("learner.minibatches=2"), shapes, PROGRAMS)
     assert parts["the version that engines read"] == 300
+
+
+def test_what_is_offloaded_lies_in_the_host_s_memory(shapes):
+    programs = [CompiledPart("gradient", "learner", 0, 500, 7, host_bytes=60), *PROGRAMS[1:]]
+    offloading = config("learner.optimizer.offload=true")
+    assert "optimiser state" not in memory_parts(offloading, shapes, programs)
+    assert host_bytes(offloading.learner, shapes, programs) == 2460
+    assert host_bytes(config().learner, shapes, PROGRAMS) == 0
+    assert "In the host's memory beside it: 2.4 KiB" in printed(report(host_bytes=2460))
+
+
+def test_beside_an_adapter_the_base_is_there_once_and_the_next_version_small(shapes):
+    shapes.model = MODEL.with_lora(LoraConfig(rank=2), "model.lora")
+    base = 4 * MODEL.parameter_count
+    shapes.decoder, shapes.weights = [Sized(base + 30)], [Sized(base + 31)]
+    shapes.shared_bytes = base
+    parts = memory_parts(config("learner.minibatches=2"), shapes, PROGRAMS)
+    assert parts["parameters of the engine"] == 31 and parts["the version that engines read"] == 30
 
 
 def test_a_prefill_that_leads_brings_what_it_prefilled(shapes):
@@ -101,6 +121,16 @@ def test_products_by_hand():
     body = 8 * (2 * layer_matrices(MODEL) * 8 * 128 + 8 * attention_flops(MODEL, 128, 128))
     assert phases["gradient"].flops == 4 * body + 3 * 2 * 100 * 16 * 128 * 12
     assert phases["optimiser"].moved_bytes == MODEL.parameter_count * (2 * 8 + 4 + 8)
+    kept = {phase.name: phase for phase in phases_of(config("learner.remat=none"), MODEL, 1, CHIP)}
+    assert kept["gradient"].flops == phases["gradient"].flops - body
+
+
+def test_an_adapter_s_base_has_no_gradient_of_its_own_and_does_not_travel():
+    model = MODEL.with_lora(LoraConfig(rank=2), "model.lora")
+    plain, beside = ({p.name: p for p in phases_of(config(), each, 1, CHIP)} for each in (MODEL, model))
+    body = 8 * (2 * layer_matrices(MODEL) * 8 * 128 + 8 * attention_flops(MODEL, 128, 128))
+    assert plain["gradient"].flops - beside["gradient"].flops == body + 2 * 100 * 16 * 128 * 12
+    assert beside["hand-over"].moved_bytes == 2 * 4 * (model.parameter_count - MODEL.parameter_count)
 
 
 def report(**changes):

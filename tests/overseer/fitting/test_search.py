@@ -9,7 +9,7 @@ from penstock.overseer.estimate import estimate_memory
 from penstock.overseer.fitting import search
 from penstock.overseer.fitting.chips import Chip
 from penstock.overseer.fitting.report import FitReport, Phase
-from penstock.overseer.fitting.search import candidates, halves, shape_named, smallest_change
+from penstock.overseer.fitting.search import candidates, fit, halves, shape_named, smallest_change, with_adapter
 from penstock.types import ConfigError
 
 
@@ -17,22 +17,28 @@ from penstock.types import ConfigError
 def config():
     return penstock.load_config(
         "cats",
-        ["model.dtype=bfloat16", "learner.remat=false", "learner.micro_batch_rows=4", "inference.max_slots=4",
+        ["model.dtype=bfloat16", "learner.remat=products", "learner.micro_batch_rows=4", "inference.max_slots=4",
          "learner.attention=dense",
          "learner.row_length=4096", "inference.max_seq_len=4096"],
     )  # fmt: skip
 
 
 def test_changes_come_by_number_of_keys_then_by_what_they_cost(config):
-    changes = [change for change, _ in candidates(config)]
-    assert changes[:5] == [
-        {"learner.remat": True},
+    changes = [change for change, _ in candidates(config, on_cpu=False, adaptable=True)]
+    assert changes[:8] == [
+        {"learner.remat": "layer"},
+        {"learner.remat": "offload"},
+        {"learner.optimizer.offload": True},
         {"learner.micro_batch_rows": 2},
         {"learner.micro_batch_rows": 1},
         {"inference.max_slots": 2},
         {"inference.max_slots": 1},
+        {"model.lora.rank": 16},
     ]
-    assert len(changes) == 2 * 3 * 3 - 1
+    assert len(changes) == 3 * 2 * 3 * 3 * 2 - 1
+    here = [change for change, _ in candidates(config, on_cpu=True, adaptable=False)]
+    assert not any({"learner.optimizer.offload", "model.lora.rank"} & change.keys() for change in here)
+    assert len(here) == 2 * 3 * 3 - 1
     assert halves(8) == [4, 2, 1] and halves(1) == []
 
 
@@ -58,7 +64,10 @@ def as_estimated(monkeypatch):
 
 def test_the_smallest_change_is_found_and_what_cannot_do_is_not_compiled(config, as_estimated):
     fit_run, tried = as_estimated
-    config, model = penstock.load_config(config, ["learner.remat=true"]), shape_named("0.5b", config)
+    config, model = (
+        penstock.load_config(config, ["learner.remat=offload", "learner.optimizer.offload=true"]),
+        shape_named("0.5b", config),
+    )
     enough = fit_run(penstock.load_config(config, {"learner.micro_batch_rows": 1}), model, Compiler(0)).total_bytes
     compiler = Compiler(enough)
     report = fit_run(config, model, compiler)
@@ -67,6 +76,26 @@ def test_the_smallest_change_is_found_and_what_cannot_do_is_not_compiled(config,
     remedy = smallest_change(config, model, compiler, report)
     assert remedy.changes == ("learner.micro_batch_rows=1",) and remedy.total_bytes == enough
     assert len(tried) <= 2
+
+
+def test_an_adapter_is_the_change_where_the_model_s_own_state_is_too_large(config, as_estimated):
+    fit_run, tried = as_estimated
+    config = penstock.load_config(config, {"learner.optimizer.name": "adafactor", "learner.micro_batch_rows": 1})
+    model, plain = shape_named("1.5b", config), penstock.load_config(config, {"learner.remat": "offload"})
+    beside = with_adapter(model, 16)
+    compiler = Compiler(fit_run(plain, beside, Compiler(0)).total_bytes)
+    report = fit_run(config, model, compiler)
+    tried.clear()
+    assert smallest_change(config, model, compiler, report).changes == ()
+    found = smallest_change(config, model, compiler, report, adaptable=True)
+    assert "model.lora.rank=16" in found.changes and found.total_bytes <= compiler.chip.memory_bytes
+
+
+def test_an_adapter_is_asked_for_where_a_model_may_have_one(config):
+    with pytest.raises(ConfigError, match="--lora: model.init draws a model, beside which no adapter trains"):
+        fit(config, "cpu", lora=16)
+    with pytest.raises(ConfigError, match="--lora: it is at least 1, not 0"):
+        fit(config, "cpu", ["0.5b"], lora=0)
 
 
 def test_where_nothing_helps_that_is_said(config, as_estimated):

@@ -273,7 +273,8 @@ def test_a_launched_server_that_dies_in_a_request_is_started_anew(engine_of, pol
     command = [sys.executable, "-m", "tests.fakes.vllm_server", "serve", "{model}"]
     engine = engine_of(urls=[], launch=command)
     engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
-    pool = ServerPool(TOKEN, request_timeout_s=300, dialect=VllmDialect(engine._config, 64))
+    pool = ServerPool(TOKEN, request_timeout_s=300)
+    pool.dialect = VllmDialect(engine._config, 64)
     try:
         engine.on_change = lambda server: pool.set_servers([] if server is None else [server])
         engine.on_change(engine.server)

@@ -1,19 +1,24 @@
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 from penstock.environments import CatsEnvironment
+from penstock.model.programs import LazyPrograms, compile_programs, processors_of_process
 from penstock.overseer.component import Settings
 from penstock.overseer.config import lesson_of_worker, rollout_workers
 from penstock.overseer.kind import REWOUND
+from penstock.overseer.language import kind
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.supervisor.member import ComponentSpec
 from penstock.rundir import RunDirectory
 from penstock.types import ConfigError
 from tests.overseer.conftest import tiny
+from tests.waiting import WAIT_S
 
 LESSON = {
     "environment": {"env_class": "penstock.environments.cats.CatsEnvironment"},
@@ -142,3 +147,55 @@ def test_what_ends_the_training_before_its_last_step_is_told(changes: dict, fact
     assert LanguageKind().goal_reached(run) == bool(reason)
     next(LanguageKind().after_training(run))
     assert told == ([f"goal_reached 2 {reason}"] if reason else [])
+
+
+def test_a_learners_programs_are_compiled_while_its_policy_is_drawn_and_never_again():
+    config = tiny({})
+    start = LanguageKind().begin(config)
+    assert start.begun is not None
+    learner = LanguageKind().make_learner(config, start)
+    programs = learner.programs()
+    assert sorted(start.begun.tasks_of(programs)) == sorted(programs)
+    start.begun.need(*programs)
+    compiled = list[str]()
+
+    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        for compile_it in programs.values():
+            compile_it()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert not [event for event in compiled if "backend_compile" in event]
+
+
+def test_where_the_policy_cannot_be_loaded_what_is_not_begun_is_left_out(monkeypatch):
+    gate, running, compiled = threading.Event(), threading.Barrier(processors_of_process() + 1), list[str]()
+
+    def hold() -> None:
+        running.wait(WAIT_S)
+        assert gate.wait(WAIT_S)
+
+    held = {f"held {i}": hold for i in range(processors_of_process())}
+    programs = LazyPrograms({**held, "left out": lambda: compiled.append("left out")}, lambda told: None)
+
+    def fail(*_: object) -> None:
+        running.wait(WAIT_S)
+        raise ConfigError("no policy")
+
+    def begin(*_: object) -> LazyPrograms:
+        programs.compile()
+        return programs
+
+    monkeypatch.setattr(kind, "_compiling", begin)
+    monkeypatch.setattr(kind, "load_policy", fail)
+    try:
+        with pytest.raises(ConfigError, match="no policy"):
+            LanguageKind().begin(tiny({}))
+    finally:
+        gate.set()
+    programs.need(*held)
+    list(compile_programs({"later": lambda: None}, urgent=False))  # after all that were asked for before
+    assert compiled == []

@@ -1,4 +1,4 @@
-"""Grouped-query attention: over packed rows by one function, `attention`, and over a cache by `grouped_attention`.
+"""Grouped-query attention: over packed rows by one function, `attention`, and over a cache by two.
 
 `attention` has several kernels for the same mathematics; `penstock.model.language.attention_choice` says which is taken
 where. Only ``dense`` makes an array of length × length.
@@ -12,8 +12,9 @@ where. Only ``dense`` makes an array of length × length.
 The last three have not run on their chips: their numbers are tested in interpret mode (cuDNN's cannot be), and they
 are compiled for chips that are not there. Whether engine and learner agree is checked by every run.
 
-In `grouped_attention` keys and values are laid out (batch, head, position, dim). That layout is the fast one on a CPU:
-both products are plain batched matrix products over contiguous rows, and a cache needs no transposition.
+Of a cache `grouped_attention` reads everything, and `paged_attention` only what rows have filled, page by page. Keys
+and values are laid out (batch, head, position, dim). That layout is the fast one on a CPU: both products are plain
+batched matrix products over contiguous rows, and a cache needs no transposition.
 """
 
 from typing import Any, NamedTuple
@@ -21,8 +22,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from penstock.model.language.attention_choice import AttentionKernel
 from penstock.model.language.block_attention import block_attention
@@ -30,6 +32,12 @@ from penstock.model.language.precision import product, rounded
 
 TILE = 128
 """Rows are padded to a multiple of this for kernels that are made of such tiles."""
+
+PAGE = 128
+"""Positions of a page of the cache: below, more and smaller products cost as much as the positions that they save."""
+
+PAGES_AT_ONCE = 8
+"""Pages of one step of `paged_attention`, whose keys then stay in a core's own cache between copy and product."""
 
 MASKED = -1e30
 """Score of a forbidden pair: finite, so that a row without any allowed key gives no NaN."""
@@ -153,6 +161,112 @@ def grouped_attention(
     attended = rounded(product("bhqk,bhkd->bhqd", weights, value), value.dtype)
     attended = attended.reshape(batch, kv_heads, group, queries, head_dim).transpose(0, 3, 1, 2, 4)
     return attended.reshape(batch, queries, heads, head_dim)
+
+
+class Pages(NamedTuple):
+    """Which pages of a cache rows read: all of the first row, of the second, …; made by `Pages.of`.
+
+    Attributes:
+        rows: The row of each, beyond the last page the last row.
+        numbers: Which page of its row it is, from 0.
+        counts: Pages of each row.
+    """
+
+    rows: Int32[Array, " items"]
+    numbers: Int32[Array, " items"]
+    counts: Int32[Array, " rows"]
+
+    @classmethod
+    def of(cls, lengths: Int32[Array, " rows"], window: int) -> "Pages":
+        """Those that hold a row's first `lengths` positions of a cache of that window; 0 for a row that reads none."""
+        counts = -(-lengths // page_positions(window))
+        ends = jnp.cumsum(counts)
+        most = -(-window // page_positions(window)) * len(lengths)
+        items = jnp.arange(-(-most // PAGES_AT_ONCE) * PAGES_AT_ONCE, dtype=jnp.int32)
+        rows = jnp.minimum(jnp.searchsorted(ends, items, side="right").astype(jnp.int32), len(lengths) - 1)
+        return cls(rows, jnp.maximum(items - (ends - counts)[rows], 0), counts)
+
+
+def page_positions(window: int) -> int:
+    """Positions of a page of a cache: no more than there are."""
+    return min(PAGE, window)
+
+
+def paged_attention(
+    query: Float[Array, "rows heads head_dim"],
+    keys: Float[Array, "slots kv_heads length head_dim"],
+    values: Float[Array, "slots kv_heads length head_dim"],
+    slots: Int32[Array, " rows"],
+    positions: Int32[Array, " rows"],
+    pages: Pages,
+    window: int | None = None,
+) -> Float[Array, "rows heads head_dim"]:
+    """What `grouped_attention` says of one query per row, by work in proportion to the pages that the rows have filled.
+
+    Each page has a softmax of its own; a row's are then weighted by their sums, in order (Flash-Decoding: Dao et al.
+    2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). So a row's result depends on no other row.
+
+    Args:
+        query: As `Layer.project` returns it.
+        keys: The cache; what lies beyond a row's position may be anything finite.
+        values: In the layout of `keys`.
+        slots: Where each row lies in the cache.
+        positions: Of the query, whose own key is in the cache already.
+        pages: At least those up to the rows' positions.
+        window: So many keys at most, the query's own among them; None: all.
+
+    Returns:
+        Results in the dtype of `values`; zeros for a row of no pages.
+    """
+    rows, heads, head_dim = query.shape
+    kv_heads, length = keys.shape[1:3]
+    size, grouped = page_positions(length), query.reshape(rows, kv_heads, heads // kv_heads, head_dim)
+
+    def read(cached: Array, slot: Array, start: Array) -> Array:
+        return lax.dynamic_slice(cached, (slot, 0, start, 0), (1, kv_heads, size, head_dim))[0]
+
+    def meet(step: Array, found: _PageSums) -> _PageSums:
+        row, number = (lax.dynamic_slice_in_dim(a, step * PAGES_AT_ONCE, PAGES_AT_ONCE) for a in pages[:2])
+        start = jnp.minimum(number * size, length - size)  # a last page that is shorter overlaps the one before
+        key, value = (jax.vmap(read, (None, 0, 0))(cached, slots[row], start) for cached in (keys, values))
+        at, newest = start[:, None] + jnp.arange(size, dtype=jnp.int32), positions[row][:, None]
+        seen = (at >= number[:, None] * size) & (at <= newest)
+        seen = seen if window is None else seen & (at > newest - window)
+        scores = product("phgd,phkd->phgk", grouped[row], key) * head_dim**-0.5
+        scores = jnp.where(seen[:, None, None], scores, MASKED)
+        largest = scores.max(axis=-1)
+        weights = jnp.exp(scores - largest[..., None])
+        weighted = product("phgk,phkd->phgd", rounded(weights, value.dtype), value)
+        new = _PageSums(largest, weights.sum(axis=-1), weighted)
+        place = step * PAGES_AT_ONCE
+        return jax.tree.map(lambda a, part: lax.dynamic_update_slice_in_dim(a, part, place, 0), found, new)
+
+    shape = (len(pages.rows), kv_heads, heads // kv_heads)
+    nothing = _PageSums(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    steps = -(-jnp.sum(pages.counts) // PAGES_AT_ONCE)
+    sums = lax.fori_loop(0, steps, meet, nothing)
+    return rounded(_joined(sums, pages, length), values.dtype).reshape(rows, heads, head_dim)
+
+
+class _PageSums(NamedTuple):
+    """Of each page, for each query: largest score, Σ exp(score − largest), and Σ of that times values."""
+
+    largest: Float32[Array, "items kv_heads group"]
+    total: Float32[Array, "items kv_heads group"]
+    weighted: Float32[Array, "items kv_heads group head_dim"]
+
+
+def _joined(sums: _PageSums, pages: Pages, length: int) -> Float32[Array, "rows kv_heads group head_dim"]:
+    """A row's pages together, by their place in the row."""
+    number = jnp.arange(-(-length // page_positions(length)), dtype=jnp.int32)
+    there = number < pages.counts[:, None]
+    first = jnp.cumsum(pages.counts) - pages.counts
+    of_row = jax.tree.map(lambda a: a[jnp.where(there, first[:, None] + number, 0)], sums)
+    largest = jnp.where(there[:, :, None, None], of_row.largest, MASKED)
+    share = jnp.where(there[:, :, None, None], jnp.exp(largest - largest.max(axis=1, keepdims=True)), 0.0)
+    total = jnp.sum(share * of_row.total, axis=1)
+    weighted = jnp.sum(share[..., None] * of_row.weighted, axis=1)
+    return weighted / jnp.where(total > 0, total, 1.0)[..., None]
 
 
 def _repeated(query: Array, *shared: Array) -> list[Array]:

@@ -16,6 +16,10 @@ AttentionKernel = Literal["dense", "blocks", "triton", "splash", "cudnn"]
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
+Remat = Literal["none", "products", "layer", "offload"]
+"""What is kept of a layer for the backward pass, which computes the rest again: all, matrix products, its input, or
+that in the host's memory."""
+
 LONGEST_DENSE: dict[Platform, int] = {"cpu": 128, "gpu": 512, "tpu": 512}
 """Rows up to this many tokens are dense under ``auto``: measured on CPUs, where blocks are twice as fast at 256."""
 

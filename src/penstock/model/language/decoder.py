@@ -40,7 +40,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from penstock.model.arrays import joined_digests, named_leaves, with_named_leaves
 from penstock.model.language.adapter import Adapter
 from penstock.model.language.attention import Segments, attention
-from penstock.model.language.attention_choice import AttentionKernel
+from penstock.model.language.attention_choice import AttentionKernel, Remat
 from penstock.model.language.config import ADAPTER, ModelConfig, RopeScaling, YarnScaling
 from penstock.model.language.precision import linear, product, rounded
 
@@ -133,6 +133,28 @@ def _normed(x: Array, weight: Array, config: ModelConfig) -> Array:
 
 PRODUCTS = ("query", "key", "value", "attended", "residual", "gate", "up")
 """Names of what a layer computes by matrix products, for `jax.checkpoint`: all else is cheap to recompute."""
+
+
+def _keeping(remat: Remat, step: Callable[..., Any]) -> Callable[..., Any]:
+    """The layer's step, of which that much is kept for the backward pass.
+
+    Fresh memory is what a CPU is slowest at: keeping the products only (445 MB, not 1,142, for 64 x 80 tokens of a 6M
+    model) makes the backward pass faster, although norms, silu and attention weights are recomputed.
+    """
+    if remat == "none":
+        return step
+    policies: Any = jax.checkpoint_policies
+    kept = {
+        "products": policies.save_only_these_names(*PRODUCTS),
+        "layer": policies.nothing_saveable,
+        "offload": policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["stream"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    }
+    return jax.checkpoint(step, prevent_cse=False, policy=kept[remat])
 
 
 class Layer(eqx.Module):
@@ -351,7 +373,7 @@ class Decoder(eqx.Module):
         tokens: Int[Array, "batch length"],
         position_ids: Int[Array, "batch length"],
         segments: Segments,
-        remat: bool = False,
+        remat: Remat = "products",
         kernel: AttentionKernel = "dense",
     ) -> Float[Array, "batch length hidden"]:
         """Runs packed rows through all layers; attention is causal and stays inside a segment.
@@ -360,8 +382,7 @@ class Decoder(eqx.Module):
             tokens: Token ids; anything valid at padding.
             position_ids: Position within its own sequence.
             segments: Where the rows' sequences lie.
-            remat: Keep nothing but each layer's input for the backward pass. Otherwise the results of matrix
-                products are kept.
+            remat: What is kept for the backward pass.
             kernel: What computes attention, from `attention_kernel`.
 
         Returns:
@@ -374,21 +395,17 @@ class Decoder(eqx.Module):
         scanned, layer_of = self._scanned()
 
         def run(x: Array, each: Any) -> tuple[Array, None]:
-            layer = layer_of(each)
+            x, layer = checkpoint_name(x, "stream"), layer_of(each)
             return layer.finish(x, ways[0](*layer.project(x, *tables[0]))), None
 
         def run_one_of(x: Array, each: tuple[Any, Array]) -> tuple[Array, None]:
-            layer, kind = layer_of(each[0]), each[1]
+            x, layer, kind = checkpoint_name(x, "stream"), layer_of(each[0]), each[1]
             cos, sin = (jax.lax.select_n(kind, *each) for each in zip(*tables, strict=True))
             return layer.finish(x, jax.lax.switch(kind, ways, *layer.project(x, cos, sin))), None
 
-        # Fresh memory is what a CPU is slowest at: keeping the products only (445 MB, not 1,142, for 64 x 80 tokens
-        # of a 6M model) makes the backward pass faster, although norms, silu and attention weights are recomputed.
-        policies = jax.checkpoint_policies
-        keep = policies.nothing_saveable if remat else policies.save_only_these_names(*PRODUCTS)
         kinds = jnp.array([windows.index(window) for window in self.config.windows])
         step, through = (run, scanned) if len(windows) == 1 else (run_one_of, (scanned, kinds))
-        x, _ = jax.lax.scan(jax.checkpoint(step, prevent_cse=False, policy=keep), self.embed(tokens), through)
+        x, _ = jax.lax.scan(_keeping(remat, step), self.embed(tokens), through)
         return self.normalise(x)
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CODE_KEYS = (
     "curriculum.lessons.*.environment.env_class",
+    "curriculum.lessons.*.environment.env_args.agent",
     "curriculum.lessons.*.environment.env_args.env_id",
     "curriculum.lessons.*.environment.env_args.reward",
     "curriculum.lessons.*.environment.env_args.reward.*",
@@ -112,6 +113,8 @@ def _place(key: str, value: Any, runtime: Any) -> str | None:
     if key.startswith(("ray.", "roles.")):
         reached = "whoever runs that cluster" if key == "ray.address" else "handed to Ray's processes"
         return reached if value and runtime == "ray" else None
+    if key.endswith(".env_args.agent") and isinstance(value, list):
+        return "started as a program"
     if not isinstance(value, str) or value.startswith(OBJECT) or _is_built_in(key, value):
         return None
     if key.endswith(".env_id") and ".py:" not in value:  # a module, as verifiers finds it

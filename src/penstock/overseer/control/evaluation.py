@@ -36,7 +36,6 @@ from penstock.overseer.control.policies import make_evaluation_runner
 from penstock.overseer.control.simulators import EVALUATOR_ID, evaluation_fleet, open_evaluation_pool, start_pool
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.evaluation_report import Estimate
-from penstock.overseer.results import mean_interval
 from penstock.rundir.storage import check_place
 from penstock.types import (
     CheckpointError,
@@ -47,6 +46,7 @@ from penstock.types import (
     RunFailed,
     fold,
 )
+from penstock.types.intervals import mean_interval
 
 
 @dataclass(frozen=True, slots=True)

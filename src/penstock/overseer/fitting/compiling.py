@@ -24,13 +24,16 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from penstock.inference.config import EngineConfig
+from penstock.inference.decoding import ServedWeights, create_cache
 from penstock.inference.dispatch import to_device
-from penstock.inference.model_runner import ONE_DEVICE, ServedWeights, create_cache
+from penstock.inference.model_runner import ONE_DEVICE
 from penstock.inference.scheduler import SlotTable
 from penstock.learner import Learner, LearnerConfig
 from penstock.model.language import Decoder, ModelConfig
 from penstock.model.language.attention_choice import Platform, attention_kernel, platform_named
+from penstock.model.language.config import ADAPTER
 from penstock.overseer.config import RunConfig
+from penstock.overseer.estimate import base_bytes
 from penstock.overseer.fitting.chips import Chip
 
 Side = Literal["learner", "engine"]
@@ -67,6 +70,7 @@ class CompiledPart:
         results_bytes: What it returns beyond arguments that it may overwrite.
         refused: The compiler's words where the chip is too small for it; None: compiled.
         largest: Its largest temporaries, the largest first.
+        host_bytes: What it takes of the host's memory meanwhile, beside its arguments there.
     """
 
     name: str
@@ -76,6 +80,7 @@ class CompiledPart:
     results_bytes: int
     refused: str | None = None
     largest: tuple[Temporary, ...] = ()
+    host_bytes: int = 0
 
     @property
     def extra_bytes(self) -> int:
@@ -111,9 +116,16 @@ class RunShapes:
 
     @functools.cached_property
     def optimizer_bytes(self) -> int:
-        """Moments, and the float32 master."""
+        """Moments, and the float32 master, on the chip or in the host's memory."""
         _, state, *_ = self.learner_programs["optimiser step"].args
         return tree_bytes(state)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the parameters that an engine on this chip reads where the learner has them: its ends, or a whole base."""
+        if self.model.lora is not None:
+            return base_bytes(self.model)
+        return tree_bytes(self.decoder) - tree_bytes(self.decoder.layers)
 
     @functools.cached_property
     def gradient_bytes(self) -> int:
@@ -161,11 +173,23 @@ class RunShapes:
 
 
 def _placed(leaf: Any, place: SingleDeviceSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    """There, or in the host's memory beside it where it lies so (of a GPU that is not here, JAX forgets which)."""
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    where = place.with_memory_kind(kind) if kind == "pinned_host" else place
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
 
 def _zeros(model: ModelConfig) -> dict[str, jax.Array]:
-    return {name: jnp.zeros(shape, model.dtype) for name, shape in model.parameter_shapes().items()}
+    """All parameters as `Decoder.from_arrays` takes them: beside an adapter layer by layer."""
+    found: dict[str, jax.Array] = {}
+    for name, shape in model.parameter_shapes().items():
+        first, _, rest = name.partition(".")
+        if model.lora is not None and first == "layers":
+            found |= {f"layers.{i}.{rest}": jnp.zeros(shape[1:], model.dtype) for i in range(shape[0])}
+        else:
+            own = model.lora.dtype if model.lora is not None and name.startswith(ADAPTER) else None
+            found[name] = jnp.zeros(shape, own or model.dtype)
+    return found
 
 
 def _without_directories(learner: LearnerConfig) -> LearnerConfig:
@@ -176,7 +200,7 @@ def _without_directories(learner: LearnerConfig) -> LearnerConfig:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Of all arrays or shapes in it."""
+    """Of all arrays or shapes in it, wherever they are."""
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -237,6 +261,7 @@ def _compiled(lowered: Any, options: dict[str, Any] | None, arguments_bytes: int
         memory.temp_size_in_bytes,
         results,
         largest=tuple(largest_temporaries(compiled.as_text())),
+        host_bytes=memory.host_temp_size_in_bytes,
     )
 
 

@@ -1,9 +1,9 @@
 """Does a run fit a chip, how fast can a step be there, and what takes the memory: the answer, as numbers and as text.
 
 *Memory* is counted for one process that has learner and engine, at the moment that takes most: what stays (parameters
-of both sides, reference, optimiser state, cache at its longest), and the most that the learner and the engine take
-beside it in any of their programs. A run that is asynchronous does both at the same time, one at staleness zero in
-turn. Bytes of arrays are those of their shapes, bytes of programs the compiler's.
+of both sides, those once that both read, reference, optimiser state, cache at its longest), and the most that the
+learner and the engine take beside it in any of their programs. A run that is asynchronous does both at the same time,
+one at staleness zero in turn. Bytes of arrays are those of their shapes, bytes of programs the compiler's.
 
 *Time* is a roofline (Williams et al. 2009, https://doi.org/10.1145/1498765.1498785): no phase of a step is faster than
 its products at the chip's rate, nor than its least traffic at the memory's; a step is its phases one after the other.
@@ -24,7 +24,7 @@ from penstock.learner.config import LearnerConfig
 from penstock.model.language.attention_choice import attention_kernel, platform_named
 from penstock.model.language.config import ModelConfig
 from penstock.overseer.config import RunConfig
-from penstock.overseer.estimate import bytes_text, kv_cache_bytes, reference_bytes
+from penstock.overseer.estimate import base_bytes, bytes_text, kv_cache_bytes, moving_bytes, reference_bytes
 from penstock.overseer.fitting.chips import Chip
 from penstock.overseer.fitting.compiling import CompiledPart, RunShapes, growth_bytes, tree_bytes
 
@@ -119,7 +119,7 @@ def phases_of(config: RunConfig, model: ModelConfig, trained: int, chip: Chip) -
     state = trained * (4 * 2 + (4 if width == 2 else 0))
     applied = learner.optimizer_steps * (2 * state + trained * (4 + 2 * width))
     made.append(("optimiser", 12.0 * trained * learner.optimizer_steps, applied))
-    made.append(("hand-over", 0.0, 2 * parameters))
+    made.append(("hand-over", 0.0, 2 * moving_bytes(model)))
     return [Phase.of(name, flops, moved, chip, model.dtype) for name, flops, moved in made]
 
 
@@ -147,9 +147,10 @@ def _gradient(
         attention = micro_batches * rows * attention_flops(model, length, length)
     body = 2.0 * layer_matrices(model) * tokens + attention
     head = 2.0 * model.vocab_size * model.hidden_size * work.sequences * work.answer_tokens * learner.epochs
-    passes = 4 if learner.remat else 3
+    still = model.lora is not None  # a base has no gradient, but hands on that of what it was given
+    passes = (4 if learner.remat in ("layer", "offload") else 3) - int(still)
     more = int(learner.recomputes_proximal) + int(learner.reads_reference)
-    flops = passes * body + 3 * head + more * (body + head) / learner.epochs
+    flops = passes * body + (3 - int(still)) * head + more * (body + head) / learner.epochs
     read = (passes - 1 + more) * model.parameter_count * width
     return "gradient", flops, micro_batches * (read + 2 * 4 * trained)
 
@@ -167,6 +168,7 @@ class FitReport:
         slots: Of the engine, and tokens of each.
         slot_bytes: Of one slot's cache.
         phases: Of a step.
+        host_bytes: What lies in the host's memory beside: of an offloaded optimiser, and of offloaded activations.
         remedy: The smallest change that makes it fit, as ``key=value`` words, and the bytes that it takes then; None:
             it fits, none was looked for, or (empty) none was found.
     """
@@ -179,6 +181,7 @@ class FitReport:
     slots: tuple[int, int]
     slot_bytes: int
     phases: tuple[Phase, ...]
+    host_bytes: int = 0
     remedy: "Remedy | None" = None
 
     @property
@@ -237,6 +240,8 @@ class FitReport:
         console.print(f"{escape(self.model)}; {escape(self.chip)}: {NOT_MEASURED}\n", highlight=False)
         console.print(self._memory_table())
         console.print(f"\n{self._verdict()}\n", highlight=False)
+        if self.host_bytes:
+            console.print(f"In the host's memory beside it: {bytes_text(self.host_bytes)}\n", highlight=False)
         console.print(self._programs_table())
         self._print_temporaries(console)
         slots, tokens = self.slots
@@ -306,7 +311,9 @@ class Remedy:
 
     def __str__(self) -> str:
         if not self.changes:
-            return "No change of rows, rematerialisation, slots or what is trained makes it fit: take a larger chip."
+            return (
+                "No change of rows, rematerialisation, offloading, slots or adapter makes it fit: take a larger chip."
+            )
         return f"It fits with {' '.join(self.changes)}: {bytes_text(self.total_bytes)}"
 
 
@@ -329,17 +336,18 @@ def make_report(config: RunConfig, shapes: RunShapes, programs: list[CompiledPar
         slots=(engine.max_slots, engine.max_seq_len),
         slot_bytes=kv_cache_bytes(model, 1, engine.max_seq_len),
         phases=tuple(phases_of(config, model, shapes.gradient_bytes // 4, chip)),
+        host_bytes=host_bytes(config.learner, shapes, programs),
     )
 
 
 def memory_parts(config: RunConfig, shapes: RunShapes, programs: list[CompiledPart]) -> dict[str, int]:
     """Bytes by purpose at the moment that takes most: what stays, and what learner and engine take beside it."""
-    engine = config.inference
+    engine, offloads = config.inference, config.learner.optimizer.offload
     staying = {
         "parameters of the learner": tree_bytes(shapes.decoder),
-        "parameters of the engine": tree_bytes(shapes.weights),
+        "parameters of the engine": tree_bytes(shapes.weights) - shapes.shared_bytes,
         "parameters of the reference": reference_bytes(shapes.model, config.learner),
-        "optimiser state": shapes.optimizer_bytes,
+        "optimiser state": 0 if offloads else shapes.optimizer_bytes,
         "KV cache": tree_bytes(shapes.cache(engine.max_slots, engine.max_seq_len)),
     }
     learner, served = _learner_moments(config, shapes, programs), _engine_moments(config, shapes, programs)
@@ -349,13 +357,21 @@ def memory_parts(config: RunConfig, shapes: RunShapes, programs: list[CompiledPa
     return {name: count for name, count in staying.items() if count}
 
 
+def host_bytes(learner: LearnerConfig, shapes: RunShapes, programs: list[CompiledPart]) -> int:
+    """What the learner keeps in the host's memory beside the chip."""
+    kept = max((part.host_bytes for part in programs if part.name.startswith("gradient")), default=0)
+    return kept + (shapes.optimizer_bytes if learner.optimizer.offload else 0)
+
+
 Moment = dict[str, int]
 """Bytes by purpose, beside what stays."""
 
 
 def _learner_moments(config: RunConfig, shapes: RunShapes, programs: list[CompiledPart]) -> list[Moment]:
     several = config.learner.optimizer_steps > 1
-    published = {"the version that engines read": tree_bytes(shapes.decoder)} if several else {}
+    published = (
+        {"the version that engines read": tree_bytes(shapes.decoder) - base_bytes(shapes.model)} if several else {}
+    )
     accumulated = {"accumulated gradient": shapes.gradient_bytes}
     moments = []
     for part in programs:
@@ -369,8 +385,10 @@ def _learner_moments(config: RunConfig, shapes: RunShapes, programs: list[Compil
 
 
 def _engine_moments(config: RunConfig, shapes: RunShapes, programs: list[CompiledPart]) -> list[Moment]:
+    # the ends of the version that is served are the engine's alone once the learner has the next
+    base = base_bytes(shapes.model)
     moments: list[Moment] = [
-        {"the engine's next version": tree_bytes(shapes.weights)},
+        {"the engine's next version": tree_bytes(shapes.weights) - base},
         {"the cache before it grew": growth_bytes(shapes, config.inference)},
     ]
     for part in programs:

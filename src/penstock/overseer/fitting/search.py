@@ -1,8 +1,9 @@
-"""One call of `penstock fit`: a run, or a table of models and row lengths, compiled for a chip; what would make it fit.
+"""One call of `penstock fit`: a run, or a table of models and row lengths, compiled for a chip; what makes it fit.
 
-*The smallest change* has the fewest keys; of those the ones that cost least (recomputing activations, fewer rows at
-once, fewer slots, in this order); of those the values nearest to the run's. The formulas of
-`penstock.overseer.estimate` say which candidates to try, and the compiler has the last word.
+*The smallest change* has the fewest keys; of those the ones that cost least (recomputing activations, or keeping them
+in the host's memory; the optimiser's state there; fewer rows at once; fewer slots; an adapter in the place of the
+model, in this order); of those the values nearest to the run's. The formulas of `penstock.overseer.estimate` say which
+candidates to try, and the compiler has the last word.
 """
 
 import json
@@ -13,7 +14,9 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.model.language.attention_choice import Remat
 from penstock.model.language.config import ModelConfig
+from penstock.model.language.lora import LoraConfig
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.estimate import bytes_text, estimate_memory, model_shape
@@ -27,7 +30,9 @@ if TYPE_CHECKING:
     from penstock.overseer.fitting.report import FitReport, Remedy
 
 
-def fit(config: RunConfig, target: str, models: Sequence[str] = (), rows: Sequence[int] = ()) -> "FitReport | FitTable":
+def fit(
+    config: RunConfig, target: str, models: Sequence[str] = (), rows: Sequence[int] = (), lora: int | None = None
+) -> "FitReport | FitTable":
     """Compiles a run for a chip; loads JAX, and keeps it from looking for hardware.
 
     Args:
@@ -35,15 +40,24 @@ def fit(config: RunConfig, target: str, models: Sequence[str] = (), rows: Sequen
         target: As `parse_target` takes it.
         models: Names of shapes that ship (`shipped_shapes`), or paths of a `config.json`, in place of the run's policy.
         rows: Tokens of rows, and of sequences, in place of the run's.
+        lora: Rank of an adapter beside each model that has none, of all matrices; None: as the run says.
 
     Returns:
         A report, with the smallest change that makes it fit where it does not; of several models or rows a table.
 
     Raises:
-        ConfigError: no such chip, compiler, shape or row length.
+        ConfigError: no such chip, compiler, shape, row length or rank.
     """
+    adaptable = bool(models) or config.model.directory is not None
+    if lora is not None and (not adaptable or lora < 1):
+        why = (
+            f"it is at least 1, not {lora}" if adaptable else "model.init draws a model, beside which no adapter trains"
+        )
+        raise ConfigError(f"--lora: {why}: name a checkpoint by model.path, or shapes by --models")
     named = {name: shape_named(name, config) for name in models} or {"": model_shape(config.model)}
     sized = [of_rows(config, length) for length in rows] or [config]
+    if lora is not None:
+        named = {name: with_adapter(model, lora) for name, model in named.items()}
     runs = {(name, run.learner.row_length): (run, model) for name, model in named.items() for run in sized}
     chip = parse_target(target)
     if chip.platform != "cpu":
@@ -55,7 +69,12 @@ def fit(config: RunConfig, target: str, models: Sequence[str] = (), rows: Sequen
         return FitTable({key: fit_run(*run, compiler) for key, run in runs.items()})
     (run,) = runs.values()
     report = fit_run(*run, compiler)
-    return report if report.fits else replace(report, remedy=smallest_change(*run, compiler, report))
+    return report if report.fits else replace(report, remedy=smallest_change(*run, compiler, report, adaptable))
+
+
+def with_adapter(model: ModelConfig, rank: int) -> ModelConfig:
+    """The model with an adapter of all matrices; one that it has stays."""
+    return model if model.lora is not None else model.with_lora(LoraConfig(rank=rank), "model.lora")
 
 
 def shipped_shapes() -> dict[str, Any]:
@@ -74,7 +93,8 @@ def shape_named(name: str, config: RunConfig) -> ModelConfig:
     path = Path(name).expanduser()
     found = [file for known, file in shipped.items() if known.lower().endswith(name.lower())]
     if len(found) == 1 and name:
-        return ModelConfig.from_hugging_face(json.loads(found[0].read_text("utf-8")), config.model.dtype)
+        model = ModelConfig.from_hugging_face(json.loads(found[0].read_text("utf-8")), config.model.dtype)
+        return model if config.model.lora is None else model.with_lora(config.model.lora, "model.lora")
     if name and path.exists():
         file = path / "config.json" if path.is_dir() else path
         return model_shape(config.model.model_copy(update={"init": None, "path": str(file.parent)}))
@@ -100,13 +120,28 @@ Change = dict[str, Any]
 """New values by dotted key."""
 
 
-def candidates(config: RunConfig) -> Iterator[tuple[Change, RunConfig]]:
-    """All changes that might make a run fit, the smallest first, and the run with each."""
+_KEPT: tuple[Remat, ...] = ("none", "products", "layer", "offload")
+"""What `learner.remat` keeps on the chip, ever less."""
+ADAPTER_KEY, ADAPTER_RANK = "model.lora.rank", 16
+
+
+def candidates(config: RunConfig, on_cpu: bool, adaptable: bool) -> Iterator[tuple[Change, RunConfig]]:
+    """All changes that might make a run fit, the smallest first, and the run with each, its adapter left out.
+
+    Args:
+        config: The run.
+        on_cpu: Where there is no other memory to take anything to.
+        adaptable: Whether its model is one that an adapter can be trained beside, and has none.
+    """
     learner, engine = config.learner, config.inference
+    less = _KEPT[_KEPT.index(learner.remat) + 1 :]
+    offloads = not on_cpu and learner.optimizer.name == "adamw" and not learner.optimizer.offload
     keys: list[tuple[str, list[Any]]] = [
-        ("learner.remat", [] if learner.remat else [True]),
+        ("learner.remat", [kept for kept in less if not (on_cpu and kept == "offload")]),
+        ("learner.optimizer.offload", [True] if offloads else []),
         ("learner.micro_batch_rows", halves(learner.micro_batch_rows)),
         ("inference.max_slots", halves(engine.max_slots)),
+        (ADAPTER_KEY, [ADAPTER_RANK] if adaptable else []),
     ]
     choices = [
         [(0, 0, None), *((rank, by, value) for by, value in enumerate(values, 1))]
@@ -120,7 +155,7 @@ def candidates(config: RunConfig) -> Iterator[tuple[Change, RunConfig]]:
     for chosen in sorted(product(*choices), key=size)[1:]:
         change = {key: value for (key, _), (_, by, value) in zip(keys, chosen, strict=True) if by}
         try:
-            yield change, load_config(config, change)  # type: ignore[misc]
+            yield change, load_config(config, {k: v for k, v in change.items() if k != ADAPTER_KEY})  # type: ignore[misc]
         except ConfigError:  # a rule between keys forbids this one
             continue
 
@@ -134,7 +169,9 @@ _CLOSE = 1.15
 """Within which the formulas are of what compilers allot."""
 
 
-def smallest_change(config: RunConfig, model: ModelConfig, compiler: "ChipCompiler", report: "FitReport") -> "Remedy":
+def smallest_change(
+    config: RunConfig, model: ModelConfig, compiler: "ChipCompiler", report: "FitReport", adaptable: bool = False
+) -> "Remedy":
     """Looks for it; compiles what the formulas think likely to fit.
 
     Args:
@@ -142,23 +179,25 @@ def smallest_change(config: RunConfig, model: ModelConfig, compiler: "ChipCompil
         model: Shape of its policy, and its dtype.
         compiler: Keeps what it compiled, for this run and all that are tried.
         report: Of the run, as `fit_run` made it.
+        adaptable: Whether an adapter can be trained beside the model.
     """
     from penstock.overseer.fitting.report import Remedy
 
     on_cpu, capacity = compiler.chip.platform == "cpu", compiler.chip.memory_bytes
 
-    def estimated(run: RunConfig) -> int:
+    def estimated(run: RunConfig, model: ModelConfig) -> int:
         return estimate_memory(model, run.inference, run.learner, on_cpu).total_bytes
 
-    ratio = report.total_bytes / estimated(config)
-    for change, run in candidates(config):
-        if estimated(run) * ratio > _CLOSE * capacity:
+    ratio = report.total_bytes / estimated(config, model)
+    for change, run in candidates(config, on_cpu, adaptable and model.lora is None):
+        changed = with_adapter(model, change[ADAPTER_KEY]) if ADAPTER_KEY in change else model
+        if estimated(run, changed) * ratio > _CLOSE * capacity:
             continue
-        tried = fit_run(run, model, compiler)
+        tried = fit_run(run, changed, compiler)
         if tried.fits:
             words = tuple(f"{key}={json.dumps(value)}" for key, value in change.items())
             return Remedy(words, tried.total_bytes)
-        ratio = max(ratio, tried.total_bytes / estimated(run))
+        ratio = max(ratio, tried.total_bytes / estimated(run, changed))
     return Remedy((), 0)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from penstock.environments import Environment, load_environment
-from penstock.inference.http_server import model_directory
+from penstock.inference.serving import model_directory
 from penstock.model.language import load_policy
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config

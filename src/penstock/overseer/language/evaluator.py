@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 from typing_extensions import override
 
 from penstock.curriculum import Curriculum, CurriculumConfig, CurriculumEvent, evaluation_due
-from penstock.inference import RemoteContext
+from penstock.inference import AgentEndpoint, RemoteContext
 from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
 from penstock.overseer.language.rollout import (
@@ -218,10 +218,12 @@ class EvaluatorRole(ThreadedComponent):
         super().__init__(ctx, settings)
         config = settings.config
         self._pool = make_pool(settings)
-        self._contexts = RemoteContext(self._pool, settings.tokenizer(), ordered=reproducible(settings.config))
+        tokenizer = settings.tokenizer()
+        self._contexts = RemoteContext(self._pool, tokenizer, ordered=reproducible(settings.config))
         self._context = PinnedContext(self._contexts, self.activity)
         curriculum = cast(Curriculum, _Reporting(config.curriculum, ctx.caller("replay-0")))
-        self._manager = RolloutManager(curriculum, self._context, config.seed)
+        agents = AgentEndpoint.of(config.inference, tokenizer)
+        self._manager = RolloutManager(curriculum, self._context, config.seed, agents=agents)
         news = BestNews(ctx.caller("learner-0"), config.overseer.keep_best)
         self._evaluator = Evaluator(
             self._manager,

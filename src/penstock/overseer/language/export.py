@@ -8,7 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from pydantic import BaseModel
 
-from penstock.inference.http_server import model_directory
+from penstock.inference.serving import model_directory
 from penstock.model.language import Decoder, load_decoder, named_arrays, save_decoder
 from penstock.model.language.config import LoadingConfig
 from penstock.model.language.hugging_face import with_merged

@@ -12,9 +12,8 @@ from typing_extensions import override
 
 from penstock.model.language import load_policy
 from penstock.overseer.component import LOOK_S, Settings, ThreadedComponent
-from penstock.overseer.config import RunConfig
 from penstock.overseer.language.external import ExternalEngine
-from penstock.overseer.language.inference import InferenceRole, ServingRole
+from penstock.overseer.language.inference import ServingRole
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.rollout import RolloutManager
@@ -63,12 +62,6 @@ class ExternalInference(ServingRole):
     @override
     def _close(self, timeout_s: float) -> None:
         self._engine.stop(timeout_s)
-
-
-def make_inference(ctx: ComponentContext, settings: Mapping[str, Any]) -> ServingRole:
-    """Factory of an inference server."""
-    values = Settings.of(settings, RunConfig)
-    return InferenceRole(ctx, values) if values.config.inference.external is None else ExternalInference(ctx, values)
 
 
 @final

@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 
 from penstock.curriculum import Curriculum
-from penstock.inference import RemoteContext, ServerPool
-from penstock.inference.http_server import model_directory
+from penstock.inference import AgentEndpoint, RemoteContext, ServerPool
 from penstock.inference.routing import Server
+from penstock.inference.serving import model_directory
 from penstock.model.language import load_policy
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluation_report import LessonReport
@@ -115,7 +115,8 @@ def version_of(source: Path | str | None) -> int:
 def _manager(source: Path | str | None, config: RunConfig, token: str | None) -> Iterator[RolloutManager]:
     if isinstance(source, str) and source.startswith(("http://", "https://")):
         with _served(source.rstrip("/"), config, token) as context:
-            manager = RolloutManager(Curriculum(config.curriculum), context, config.seed)
+            agents = AgentEndpoint.of(config.inference, context.tokenizer)
+            manager = RolloutManager(Curriculum(config.curriculum), context, config.seed, agents=agents)
             try:
                 yield manager
             finally:

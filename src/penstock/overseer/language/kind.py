@@ -5,24 +5,28 @@ load → parity probe → evaluate untrained → warm start, probed again → ev
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, final
 
+import jax
+
 from penstock.environments import Environment, load_environment
-from penstock.learner import Learner, load_checkpoint
+from penstock.learner import Learner, LearnerConfig, load_checkpoint
 from penstock.learner.checkpoints import read_state
 from penstock.learner.reference import check_reference
-from penstock.model.language import load_policy, named_arrays
+from penstock.model.language import Decoder, load_policy, named_arrays
 from penstock.model.language.config import ModelConfig, read_shape
 from penstock.model.language.decoder import decoder_digests
-from penstock.model.programs import Programs
+from penstock.model.programs import LazyPrograms, Programs
 from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_workers
 from penstock.overseer.estimate import model_shape
 from penstock.overseer.kind import VALUES, Factories, LearnerTasks, RunStart, check_kept, make_spec
 from penstock.overseer.language.evaluator import make_evaluator, metrics_of
-from penstock.overseer.language.external_inference import make_inference
+from penstock.overseer.language.external_inference import ExternalInference
 from penstock.overseer.language.given import GivenObjects
+from penstock.overseer.language.inference import InferenceRole, ServingRole
 from penstock.overseer.language.local import local_components
 from penstock.overseer.language.preparation import Preparation
 from penstock.overseer.language.replay import make_curriculum, make_replay, problem_rules
@@ -46,8 +50,31 @@ from penstock.overseer.supervisor.member import ComponentSpec
 from penstock.overseer.supervisor.scaling import SpecMaker
 from penstock.overseer.tasks import LocalComponent
 from penstock.overseer.trainer import LearnerComponent
-from penstock.text import Tokenizer, same_tokenizer
-from penstock.types import CheckpointError, ConfigError
+from penstock.text import Tokenizer, same_tokenizer, vocabulary_size
+from penstock.types import CheckpointError, ConfigError, PenstockError
+
+
+def _expected_shape(config: RunConfig) -> ModelConfig | None:
+    """Of the policy, without what takes time to read; None where something is to be told of it when it is read."""
+    policy = config.model
+    if config.learner.kl.directory is not None:
+        return None
+    try:
+        if policy.directory is not None:
+            return read_shape(str(policy.directory), policy.dtype, policy.base, policy.lora)
+        size = vocabulary_size(policy.tokenizer_path)
+        return policy.init.model(size, policy.dtype) if policy.init is not None and size else None
+    except PenstockError:  # whoever loads it says it better
+        return None
+
+
+def _compiling(model: ModelConfig, config: LearnerConfig) -> LazyPrograms:
+    """A learner's programs, being compiled from the shapes of what it will train."""
+    shapes = {name: jax.ShapeDtypeStruct(shape, model.dtype) for name, shape in model.parameter_shapes().items()}
+    decoder = jax.eval_shape(partial(Decoder.from_arrays, model), shapes)
+    programs = LazyPrograms(Learner(decoder, config, total_steps=1).programs(), lambda told: None)
+    programs.compile()
+    return programs
 
 
 def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
@@ -214,6 +241,21 @@ class Updates:
         return found, shares | {f"time/idle/{name}": s for name, s in sorted(self._idle.of_components.items())}
 
 
+def _check_agents(config: RunConfig, environments: Mapping[str, Environment]) -> None:
+    """Whether the endpoint is open where agents need it, and nowhere else."""
+    asking = [lesson_id for lesson_id, environment in environments.items() if environment.has_agents]
+    if asking and not config.inference.endpoint:
+        raise ConfigError(
+            f"inference.endpoint is false, but the environment of lesson {asking[0]!r} has agents: set it to true, "
+            "which lets programs of this machine ask the policy with the key of their rollout"
+        )
+    if config.inference.endpoint and not asking:
+        raise ConfigError(
+            "inference.endpoint is true, but no lesson's environment has agents, so nobody would be given a key: leave "
+            "it out, or use penstock.environments.AgentEnvironment"
+        )
+
+
 ACCELERATED = ("learner", "inference")
 
 
@@ -251,6 +293,7 @@ class LanguageKind:
         lessons = config.curriculum.lessons.items()
         made = {name: known[name] if name in known else load_environment(one.environment.spec) for name, one in lessons}
         problem_rules(config, made)  # a mistake in the problems is found before anything is written
+        _check_agents(config, made)
         return cls(made, factories, objects=() if given is None else given.words)
 
     # --- before anything is started ------------------------------------------------------------------------------
@@ -268,11 +311,18 @@ class LanguageKind:
         check_reference_directory(config, shape)
 
     def begin(self, config: RunConfig) -> RunStart:
-        """Decoder and tokenizer."""
-        tokenizer = Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs)
-        policy = load_policy(config.model, config.seed, tokenizer)
-        check_reference_directory(config, policy.config)
-        return RunStart(policy, tokenizer)
+        """Decoder and tokenizer; the learner's programs are compiled while they are loaded."""
+        shape = _expected_shape(config)
+        begun = None if shape is None else _compiling(shape, config.learner)
+        try:
+            tokenizer = Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs)
+            policy = load_policy(config.model, config.seed, tokenizer)
+            check_reference_directory(config, policy.config)
+        except BaseException:
+            if begun is not None:
+                begun.drop()
+            raise
+        return RunStart(policy, tokenizer, begun=begun if policy.config == shape else None)
 
     def resume(self, config: RunConfig, checkpoint: Path) -> RunStart:
         """The checkpoint's decoder and tokenizer."""
@@ -465,6 +515,12 @@ class LanguageKind:
 def make_learner(ctx: ComponentContext, settings: Mapping[str, Any]) -> LearnerComponent:
     """Factory of the learner."""
     return LearnerComponent(ctx, Settings.of(settings, RunConfig), LanguageKind())
+
+
+def make_inference(ctx: ComponentContext, settings: Mapping[str, Any]) -> ServingRole:
+    """Factory of an inference server."""
+    values = Settings.of(settings, RunConfig)
+    return InferenceRole(ctx, values) if values.config.inference.external is None else ExternalInference(ctx, values)
 
 
 FACTORIES: Factories = {

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from penstock.curriculum import Curriculum, CurriculumEvent
 from penstock.environments import Environment
-from penstock.inference import EngineContext, InferenceEngine, RemoteContext
+from penstock.inference import AgentEndpoint, EngineContext, InferenceEngine, RemoteContext
 from penstock.model.arrays import shapes_of
 from penstock.model.language import with_named_arrays
 from penstock.overseer.assembly import (
@@ -89,6 +89,7 @@ def local_components(
         partial(_set_weights, made.set_weights, lambda *told: replay.tell_digests(ENGINE_NAME, *told)),
         partial(made.stop, config.overseer.stop_timeout_s),
         tell,
+        agents=AgentEndpoint.of(config.inference, start.codec),
     )
     weights = InProcessBroadcaster()
     of_evaluator = context("evaluator-0")

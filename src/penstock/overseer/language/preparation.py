@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast, final
 import numpy as np
 
 from penstock.batch import example_from_pair, example_from_rollout
+from penstock.batch.examples import longest_sample, samples_of
 from penstock.curriculum import Curriculum
 from penstock.environments import Reference
 from penstock.inference import RemoteContext
@@ -204,7 +205,7 @@ class ParityCheck:
         for example, engines in arrived:
             name = names.get(engines[0], only) if len(engines) == 1 else only
             mine = found.setdefault(name, [])
-            if len(example.tokens) <= self._row_length and len(mine) < self._config.sequences:
+            if longest_sample(example) <= self._row_length and len(mine) < self._config.sequences:
                 mine.append(example)
         return found
 
@@ -216,7 +217,7 @@ class ParityCheck:
         """Prompts of the batch, different ones as far as there are, and a context as long as its longest sequence."""
         prompts = {example.tokens[: int(example.loss_mask.argmax())].tobytes(): example for example in examples}
         chosen = list(prompts.values())[: self._config.canary_prompts]
-        longest = max(examples, key=lambda example: len(example.tokens)).tokens
+        longest = max((sample.tokens for example in examples for sample in samples_of(example)), key=len)
         context = longest[: max(1, min(len(longest) - 1, self._row_length - self._config.canary_tokens))]
         room = self._row_length - self._config.canary_tokens
         starts = [example.tokens[: int(example.loss_mask.argmax())][-room:] for example in chosen]

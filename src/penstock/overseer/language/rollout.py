@@ -17,7 +17,7 @@ import numpy as np
 from typing_extensions import override
 
 from penstock.curriculum import Curriculum
-from penstock.inference import RemoteContext, Server, ServerPool
+from penstock.inference import AgentEndpoint, RemoteContext, Server, ServerPool
 from penstock.inference.external import dialect_of, key_of
 from penstock.overseer.component import POLL_S, BusyTime, RunClock, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig, rollout_workers
@@ -115,12 +115,8 @@ def make_pool(settings: Settings) -> ServerPool:
     config = settings.config.inference
     authority = None if config.tls_ca is None else str(config.tls_ca)
     key = key_of(config.external, settings.token)
-    pool = ServerPool(
-        key,
-        request_timeout_s=config.request_timeout_s,
-        certificate_authority=authority,
-        dialect=dialect_of(config),
-    )
+    pool = ServerPool(key, request_timeout_s=config.request_timeout_s, certificate_authority=authority)
+    pool.dialect = dialect_of(config)
     if config.external is not None:
         pool.model_name = config.external.model
     return pool
@@ -191,7 +187,8 @@ class RolloutRole(ThreadedComponent):
         replay = ctx.caller("replay-0")
         self._clock = RunClock(replay)
         curriculum = Curriculum(config.curriculum)
-        self._manager = RolloutManager(curriculum, self._contexts, config.seed, clock=self._clock.now)
+        agents = AgentEndpoint.of(config.inference, tokenizer)
+        self._manager = RolloutManager(curriculum, self._contexts, config.seed, clock=self._clock.now, agents=agents)
         self._tickets = RemoteTickets(replay, identity.name, identity.incarnation, lessons=lessons)
         self._sink = RemoteSink(replay, identity.name, identity.incarnation)
         self._worker = RolloutWorker(

@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from penstock.environments.jsonl import column, read_rows
+from penstock.environments.problem_rows import column, read_rows
 from penstock.types import ConfigError
 
 ROWS = [{"q": "a", "n": 1}, {"q": "b", "n": 2}]

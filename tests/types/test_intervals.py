@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.overseer.results import (
+from penstock.types.intervals import (
     Interval,
-    _t_quantile,
     mean_interval,
     pass_at_k,
     proportion_interval,
+    t_quantile,
     wilson_interval,
 )
 
@@ -25,7 +25,7 @@ SHARES = st.floats(0, 1, allow_nan=False)
     ],
 )  # fmt: skip
 def test_quantiles_of_t(freedom, quantile):
-    assert _t_quantile(freedom) == pytest.approx(quantile, abs=1e-6)
+    assert t_quantile(freedom) == pytest.approx(quantile, abs=1e-6)
 
 
 def test_mean_interval_of_independent_values():

@@ -1,0 +1,496 @@
+"""An index of a run's rollouts: narrow rows in a DuckDB file of the user's cache, so that a list of millions is quick.
+
+The run directory is the only truth: nothing is written there, and an index that is deleted is made again. It holds no
+text and no tokens but where they are: the part and the row. Parts are read once each, logs from the byte where the last
+look ended. A part that was merged into another gives its rollouts' places over to that; one that has expired leaves
+rows without a place. A rollout that has a fate but was never stored has a row, too: what was thrown away is not hidden.
+
+`step` is that of ``metrics.jsonl``: of what was trained the version that its update made, of what was thrown away the
+update that was next, of an evaluation the version that was evaluated.
+
+An index belongs to a run by its path and the first line of ``events.jsonl``. Where another process has it open, or its
+folder cannot be written, it is made in memory, and `where` says why. One thread writes (`read_on`); `select` may be
+called from any.
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet as pq
+
+from penstock.rundir.directory import RunDirectory
+from penstock.rundir.live_files import UNREADABLE, open_run_storage, opened_part
+from penstock.rundir.parquet import replaced_names, schema_version
+from penstock.rundir.rollout_rows import records_from_table, table_from_records
+from penstock.rundir.storage import LocalStorage, Storage
+from penstock.rundir.views import FATE_SCHEMA, TICKET_SCHEMA, horizons, read_log_block
+from penstock.types import PenstockError
+
+Answer = TypeVar("Answer")
+pc: Any = pyarrow.compute  # its functions are made when it is imported, and have no types
+
+VERSION = 1
+"""Of the tables below; an index of another version is made again."""
+LOG_BYTES = 8 << 20
+"""So much of a log is read at once."""
+FILES = 64
+"""So many files are entered at once."""
+MEMORY = "160MB"
+THREADS = 2
+
+_TABLES = """
+CREATE TABLE about (key VARCHAR, value VARCHAR);
+CREATE TABLE parts (part INTEGER, name VARCHAR, bytes BIGINT);
+CREATE TABLE groups (
+    g INTEGER, group_id VARCHAR, lesson VARCHAR, problem UBIGINT, evaluation VARCHAR, admitted DOUBLE,
+    deadline INTEGER);
+CREATE TABLE rollouts (
+    g INTEGER, position INTEGER, reward FLOAT, tokens INTEGER, weight_step INTEGER, newest INTEGER, lineage SMALLINT,
+    time DOUBLE, seconds FLOAT, worker VARCHAR, finish VARCHAR, part INTEGER, row INTEGER,
+    state VARCHAR, step INTEGER, ended DOUBLE, reason VARCHAR, advantage FLOAT);
+"""
+AGE = "r.step - r.weight_step - (r.state IS NULL OR r.state = 'trained')::INTEGER"
+"""Updates between the oldest weights behind a rollout and the version that its update, or its end, met."""
+
+_NEW_GROUPS = """
+INSERT INTO groups
+SELECT (SELECT coalesce(max(g), -1) FROM groups) + row_number() OVER (ORDER BY part, row), group_id, lesson, problem,
+       evaluation, NULL, NULL
+FROM (SELECT group_id, any_value(lesson) AS lesson, any_value(problem) AS problem, any_value(evaluation) AS evaluation,
+             min(part) AS part, min(row) AS row
+      FROM incoming WHERE group_id NOT IN (SELECT group_id FROM groups) GROUP BY group_id)
+"""
+_KNOWN_GROUPS = """
+UPDATE groups SET lesson = i.lesson, problem = i.problem, evaluation = i.evaluation
+FROM (SELECT group_id, any_value(lesson) AS lesson, any_value(problem) AS problem, any_value(evaluation) AS evaluation
+      FROM incoming GROUP BY group_id) i
+WHERE groups.group_id = i.group_id AND groups.problem IS NULL
+"""
+# Of a rollout in a merged part and in one that it replaces, the later counts.
+_NUMBERED = """
+CREATE OR REPLACE TEMP TABLE numbered AS
+SELECT g.g, i.* FROM incoming i JOIN groups g USING (group_id)
+QUALIFY row_number() OVER (PARTITION BY g.g, i.position ORDER BY i.part DESC) = 1
+"""
+_KNOWN_ROWS = """
+UPDATE rollouts SET reward = n.reward, tokens = n.tokens, weight_step = n.weight_step, newest = n.newest,
+       lineage = n.lineage, time = n.time, seconds = n.seconds, worker = n.worker, finish = n.finish,
+       part = n.part, row = n.row
+FROM numbered n WHERE rollouts.g = n.g AND rollouts.position = n.position
+"""
+_NEW_ROWS = """
+INSERT INTO rollouts
+SELECT g, position, reward, tokens, weight_step, newest, lineage, time, seconds, worker, finish, part, row,
+       evaluation, CASE WHEN evaluation IS NULL THEN NULL ELSE weight_step END, NULL, NULL, NULL
+FROM numbered n WHERE NOT EXISTS (FROM rollouts r WHERE r.g = n.g AND r.position = n.position) ORDER BY part, row
+"""
+_SPLIT = """
+SELECT regexp_replace(rollout_id, '/[0-9]+$', '') AS group_id,
+       coalesce(try_cast(regexp_extract(rollout_id, '/([0-9]+)$', 1) AS INTEGER), 0) AS position, *
+"""
+_FATES = (
+    "CREATE OR REPLACE TEMP TABLE decided AS "
+    + _SPLIT
+    + """
+FROM (SELECT rollout_id, arg_max(fate, line) AS fate, arg_max(time, line) AS time, arg_max(reason, line) AS reason,
+             arg_max(step + (fate = 'trained')::INTEGER, line) AS met FROM fates GROUP BY rollout_id)
+""",
+    """
+INSERT INTO groups
+SELECT (SELECT coalesce(max(g), -1) FROM groups) + row_number() OVER (ORDER BY group_id), group_id,
+       regexp_replace(group_id, '-[0-9]+-[0-9]+$', ''), NULL, NULL, NULL, NULL
+FROM (SELECT DISTINCT group_id FROM decided WHERE group_id NOT IN (SELECT group_id FROM groups))
+""",
+    """
+UPDATE rollouts SET state = nullif(d.fate, 'waiting'), step = CASE WHEN d.fate <> 'waiting' THEN d.met END,
+       ended = CASE WHEN d.fate <> 'waiting' THEN d.time END,
+       reason = CASE WHEN d.fate NOT IN ('waiting', 'trained') THEN d.reason END,
+       advantage = CASE WHEN d.fate = 'trained' THEN advantage END
+FROM (SELECT g.g, d.* FROM decided d JOIN groups g USING (group_id)) d
+WHERE rollouts.g = d.g AND rollouts.position = d.position
+""",
+    """
+INSERT INTO rollouts (g, position, state, step, ended, reason)
+SELECT g.g, d.position, nullif(d.fate, 'waiting'), d.met, d.time, CASE WHEN d.fate <> 'trained' THEN d.reason END
+FROM decided d JOIN groups g USING (group_id)
+WHERE NOT EXISTS (FROM rollouts r WHERE r.g = g.g AND r.position = d.position) ORDER BY g.g, d.position
+""",
+)
+_TICKETS = (
+    """
+INSERT INTO groups
+SELECT (SELECT coalesce(max(g), -1) FROM groups) + row_number() OVER (ORDER BY time, group_id), group_id, lesson_id,
+       NULL, NULL, time, deadline_step
+FROM (SELECT ticket_id AS group_id, any_value(lesson_id) AS lesson_id, min(time) AS time,
+             max(deadline_step) AS deadline_step
+      FROM tickets GROUP BY 1) WHERE group_id NOT IN (SELECT group_id FROM groups)
+""",
+    """
+UPDATE groups SET admitted = t.time, deadline = t.deadline_step
+FROM (SELECT ticket_id, min(time) AS time, max(deadline_step) AS deadline_step FROM tickets GROUP BY 1) t
+WHERE groups.group_id = t.ticket_id
+""",
+)
+_USES = (
+    "CREATE OR REPLACE TEMP TABLE used AS "
+    + _SPLIT
+    + """
+FROM (SELECT rollout_id, max(step) AS step, arg_max(advantage, step) AS advantage FROM uses GROUP BY 1)
+""",
+    """
+UPDATE rollouts SET advantage = u.advantage,
+       step = coalesce(rollouts.step, u.step + 1)
+FROM (SELECT g.g, u.* FROM used u JOIN groups g USING (group_id)) u
+WHERE rollouts.g = u.g AND rollouts.position = u.position
+""",
+)
+_NARROW = (
+    "rollout_id", "group_id", "group_key", "lesson_id", "task", "worker_id", "timestamp", "lineage", "weight_step",
+    "newest_weight_step", "episode_reward", "finish_reason", "response_mask", "steps", "timings", "evaluation",
+)  # fmt: skip
+
+
+class RunIndex:
+    """The rollouts of one run.
+
+    Args:
+        directory: That of the run whose rollouts it holds.
+        cache: Where the file is to be; None keeps it in memory.
+        trust: As in `RunFiles.list_now`.
+
+    Raises:
+        ConfigError: the run's store is not opened.
+    """
+
+    def __init__(self, directory: RunDirectory, cache: Path | None, trust: bool = False) -> None:
+        self._directory = directory
+        self._storage = open_run_storage(directory, trust)
+        self._lock = threading.Lock()
+        self.where, self._connection = _open(directory, cache)
+        self.damaged: dict[str, str] = {}
+        """File → why it cannot be read; it is left out."""
+        self.version = 0
+        """Grows with each change; what was asked before may have changed."""
+        self.waiting = 0
+        """Files that were found and not read yet."""
+
+    def close(self) -> None:
+        """Frees the file."""
+        self._connection.close()
+
+    def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[dict[str, Any]]:
+        """The answer to a query of our own over `groups`, `rollouts` and `parts`."""
+        with self._connection.cursor() as cursor:
+            found = cursor.execute(sql, parameters or None)
+            names = [column[0] for column in found.description or ()]
+            return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+
+    def columns(self, sql: str, parameters: Mapping[str, Any]) -> list[np.ndarray]:
+        """The columns of such an answer, which are of numbers."""
+        with self._connection.cursor() as cursor:
+            return [np.asarray(column) for column in cursor.execute(sql, parameters or None).fetchnumpy().values()]
+
+    def read_on(self) -> Iterator[str]:
+        """Reads what is new, piece by piece; yields what was read, in words, so that a caller may stop in between."""
+        self._look_at_lives()
+        # Parts first: then some rollouts may have a fate but no row yet, but none whose row is there lacks its fate.
+        for storage, folder in (
+            (self._storage, "rollouts"),
+            (self._storage, "fragments"),
+            (LocalStorage(self._directory.path), "evaluations"),
+        ):
+            yield from self._read_parts(storage, folder)
+        yield from self._read_log("tickets", self._directory.tickets_path, TICKET_SCHEMA, _TICKETS)
+        yield from self._read_log("fates", self._directory.fates_path, FATE_SCHEMA, _FATES)
+        yield from self._read_batches()
+
+    def part_of(self, group_id: str) -> list[dict[str, Any]]:
+        """The rows of a group in their order, with the names of the files that hold them."""
+        return self.rows(
+            """SELECT g.group_id, g.lesson, g.evaluation, g.admitted, g.deadline, r.*, p.name
+            FROM groups g JOIN rollouts r USING (g) LEFT JOIN parts p USING (part)
+            WHERE g.group_id = ? ORDER BY position""",
+            [group_id],
+        )
+
+    @property
+    def storage(self) -> Storage:
+        """Where parts and batches are."""
+        return self._storage
+
+    def _read_parts(self, storage: Storage, folder: str) -> Iterator[str]:
+        files = {file.name: file.size_bytes for file in storage.files(folder)}
+        known = {
+            row["name"]: row
+            for row in self.rows("SELECT * FROM parts WHERE starts_with(name, ?)", [f"{folder}/"])
+        }  # fmt: skip
+        changed = [name for name, size in files.items() if name in known and known[name]["bytes"] != size]
+        gone = [name for name in known if name not in files and known[name]["bytes"] >= 0]
+        new = [name for name in files if name not in known] + changed
+        for names in _portions(sorted(new)):
+            self.waiting = len(new)
+            tables: dict[str, pa.Table] = {}
+            for name in names:
+                new.remove(name)
+                read = self._read(storage, name, lambda file, name=name: (_narrowed(file, name), file.schema_arrow))
+                if read is not None:
+                    tables[name] = read[0]
+                    gone += [f"{folder}/{old}" for old in replaced_names(read[1])]
+            if tables:
+                self._add_parts(tables, files)
+                yield f"{len(tables)} files of {folder}"
+        self.waiting = 0
+        if gone:
+            self._change("UPDATE rollouts SET part = NULL WHERE part IN (SELECT part FROM parts WHERE name IN "
+                         "(SELECT unnest(?)))", [gone])  # fmt: skip
+            self._change("UPDATE parts SET bytes = -1 WHERE name IN (SELECT unnest(?))", [gone])
+
+    def _read(self, storage: Storage, name: str, read: Callable[[pq.ParquetFile], Answer]) -> Answer | None:
+        """None of a file that is gone since it was listed, or cannot be read."""
+        try:
+            with opened_part(storage, name) as file:
+                self.damaged.pop(name, None)
+                return read(file)
+        except FileNotFoundError:
+            return None
+        except (*UNREADABLE, PenstockError) as error:
+            self.damaged[name] = str(error)
+            return None
+
+    def _add_parts(self, tables: dict[str, pa.Table], files: Mapping[str, int]) -> None:
+        with self._writing() as cursor:
+            found = cursor.execute("SELECT coalesce(max(part), 0) FROM parts").fetchone()
+            first = int(found[0]) + 1 if found else 1
+            for part, name in enumerate(tables, first):
+                cursor.execute("DELETE FROM parts WHERE name = ?", [name])
+                cursor.execute("INSERT INTO parts VALUES (?, ?, ?)", [part, name, files[name]])
+            numbers = [pa.array([part], pa.int32()).take(pa.array([0] * table.num_rows, pa.int32()))
+                       for part, table in enumerate(tables.values(), first)]  # fmt: skip
+            incoming = pa.concat_tables(tables.values()).append_column("part", pa.chunked_array(numbers, pa.int32()))
+            cursor.register("incoming", incoming)
+            for sql in (_NEW_GROUPS, _KNOWN_GROUPS, _NUMBERED, _KNOWN_ROWS, _NEW_ROWS):
+                cursor.execute(sql)
+            cursor.unregister("incoming")
+
+    def _read_log(self, name: str, path: Path, schema: pa.Schema, statements: Sequence[str]) -> Iterator[str]:
+        while True:
+            offset = int(self._about(f"{name}_offset") or 0)
+            if path.is_file() and path.stat().st_size < offset:
+                offset = 0
+            table, end = read_log_block(path, schema, offset, LOG_BYTES)
+            if end == offset:
+                return
+            with self._writing() as cursor:
+                numbered = table.append_column("line", pa.array(range(table.num_rows), pa.int64()))
+                cursor.register(name, numbered)
+                for sql in statements:
+                    cursor.execute(sql)
+                cursor.unregister(name)
+                _note(cursor, f"{name}_offset", str(end))
+            yield f"{name} to byte {end}"
+
+    def _read_batches(self) -> Iterator[str]:
+        files = {file.name: file.size_bytes for file in self._storage.files("batches")}
+        known = {row["name"] for row in self.rows("SELECT name FROM parts WHERE starts_with(name, 'batches/')")}
+        before = dict(zip(*horizons(self._directory).to_pydict().values(), strict=True))
+        for names in _portions(sorted(set(files) - known, key=lambda name: name.rpartition("_")[2])):
+            tables = {name: table for name in names if (table := self._read(self._storage, name, _uses)) is not None}
+            if not tables:
+                continue
+            with self._writing() as cursor:
+                for name, table in tables.items():
+                    step = table.column("step")[0].as_py() if table.num_rows else -1
+                    cursor.execute("INSERT INTO parts VALUES (?, ?, ?)", [-1 - step, name, files[name]])
+                uses = pa.concat_tables(tables.values())
+                lives = zip(*(uses.column(name).to_pylist() for name in ("step", "lineage")), strict=True)
+                survives = pa.array([step < before.get(lineage, 0) for step, lineage in lives], pa.bool_())
+                cursor.register("uses", uses.filter(survives))
+                for sql in _USES:
+                    cursor.execute(sql)
+                cursor.unregister("uses")
+            yield f"{len(tables)} batches"
+
+    def _look_at_lives(self) -> None:
+        """What was in the batch of an update that a resume made anew has no fate that says so: it waits again."""
+        path = self._directory.lineages_path
+        forks = hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()
+        if (self._about("lives") or forks) != forks:
+            self._change("UPDATE rollouts SET advantage = NULL, step = NULL WHERE state IS NULL", [])
+        if self._about("lives") != forks:
+            with self._writing() as cursor:
+                _note(cursor, "lives", forks)
+
+    def _about(self, key: str) -> str | None:
+        found = self.rows("SELECT value FROM about WHERE key = ?", [key])
+        return found[0]["value"] if found else None
+
+    def _change(self, sql: str, parameters: Sequence[Any]) -> None:
+        with self._writing() as cursor:
+            cursor.execute(sql, parameters or None)
+
+    def _writing(self) -> "_Writing":
+        self.version += 1
+        return _Writing(self._connection, self._lock)
+
+
+class _Writing:
+    """A transaction: all of it, or nothing where it fails."""
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection, lock: threading.Lock) -> None:
+        self._connection, self._lock = connection, lock
+
+    def __enter__(self) -> duckdb.DuckDBPyConnection:
+        self._lock.acquire()
+        self._cursor = self._connection.cursor()
+        self._cursor.execute("BEGIN")
+        return self._cursor
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self._cursor.execute("COMMIT" if error is None else "ROLLBACK")
+        finally:
+            self._cursor.close()
+            self._lock.release()
+
+
+def cache_folder() -> Path:
+    """Where indices are kept: ``$XDG_CACHE_HOME/penstock``, or ``~/.cache/penstock``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+
+
+def _open(directory: RunDirectory, cache: Path | None) -> tuple[str, duckdb.DuckDBPyConnection]:
+    """Where the index is, in words, and a connection to it."""
+    reason = "it was asked for"
+    if cache is not None:
+        path = cache / f"index-{_identity(directory)}.duckdb"
+        try:
+            cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+            return str(path), _connected(path)
+        except (OSError, duckdb.Error) as error:
+            reason = " ".join(str(error).split())
+    return f"in memory ({reason})", _connected(None)
+
+
+def _connected(path: Path | None) -> duckdb.DuckDBPyConnection:
+    # A file that no DuckDB of today can read, or of other tables, is deleted: it is made again.
+    for _ in range(2):
+        try:
+            connection = duckdb.connect(":memory:" if path is None else str(path))
+        except duckdb.IOException as error:
+            if path is None or "lock" in str(error).lower() or not path.is_file():
+                raise
+            path.unlink()
+            continue
+        connection.execute(f"SET memory_limit = '{MEMORY}'; SET threads = {THREADS}; SET temp_directory = ''")
+        connection.execute("SET enable_external_access = false; SET python_enable_replacements = false")
+        connection.execute("SET preserve_insertion_order = true")
+        if not connection.execute("SELECT 1 FROM duckdb_tables()").fetchall():
+            connection.execute(_TABLES)
+            connection.execute("INSERT INTO about VALUES ('version', ?)", [str(VERSION)])
+            return connection
+        with suppress(duckdb.Error):
+            if connection.execute("SELECT value FROM about WHERE key = 'version'").fetchall() == [(str(VERSION),)]:
+                return connection
+        connection.close()
+        assert path is not None
+        path.unlink()
+    raise duckdb.IOException(f"{path} cannot be made anew")
+
+
+def _identity(directory: RunDirectory) -> str:
+    first = b""
+    with suppress(OSError), directory.events_path.open("rb") as file:
+        first = file.readline(4096)
+    return hashlib.sha256(str(directory.path.resolve()).encode() + b"\0" + first).hexdigest()[:24]
+
+
+def _note(cursor: duckdb.DuckDBPyConnection, key: str, value: str) -> None:
+    cursor.execute("DELETE FROM about WHERE key = ?", [key])
+    cursor.execute("INSERT INTO about VALUES (?, ?)", [key, value])
+
+
+def _narrowed(file: pq.ParquetFile, name: str) -> pa.Table:
+    """What the index keeps of a part."""
+    if schema_version(file.schema_arrow) == 0:
+        table = table_from_records(records_from_table(file.read(), Path(name).stem))
+    else:
+        table = file.read(columns=[column for column in _NARROW if column in file.schema_arrow.names])
+    count, have = table.num_rows, set(table.column_names)
+
+    def column(name: str, kind: pa.DataType) -> pa.ChunkedArray:
+        return table.column(name).cast(kind) if name in have else pa.chunked_array([pa.nulls(count, kind)])
+
+    lengths = (
+        pc.list_value_length(table.column("response_mask")) if "response_mask" in have else column("steps", pa.int32())
+    )
+    lesson = column("lesson_id" if "lesson_id" in have else "task", pa.string())
+    return pa.table(
+        {
+            "group_id": column("group_id", pa.string()),
+            "position": _positions(table.column("rollout_id")),
+            "lesson": lesson,
+            "problem": pa.array(map(_hashed, table.column("group_key").to_pylist()), pa.uint64()),
+            "evaluation": column("evaluation", pa.string()),
+            "reward": column("episode_reward", pa.float32()),
+            "tokens": lengths,
+            "weight_step": column("weight_step", pa.int32()),
+            "newest": column("newest_weight_step", pa.int32()),
+            "lineage": column("lineage", pa.int16()),
+            "time": column("timestamp", pa.float64()),
+            "seconds": _seconds(table.column("timings")) if "timings" in have else column("seconds", pa.float32()),
+            "worker": column("worker_id", pa.string()),
+            "finish": column("finish_reason", pa.string()),
+            "row": pa.array(range(count), pa.int32()),
+        }
+    )
+
+
+def _uses(file: pq.ParquetFile) -> pa.Table:
+    """Which rollouts an update trained, and with which advantage."""
+    names = file.schema_arrow.names
+    table = file.read(
+        columns=[name for name in ("step", "lineage", "rollout_ids", "rollout_advantage") if name in names]
+    )
+    ids = table.column("rollout_ids").combine_chunks()
+    parents = pc.list_parent_indices(ids)
+    advantage = (
+        table.column("rollout_advantage").cast(pa.float32()).take(parents)
+        if "rollout_advantage" in table.column_names
+        else pa.nulls(len(parents), pa.float32())
+    )
+    return pa.table(
+        {
+            "rollout_id": pc.list_flatten(ids),
+            "step": table.column("step").cast(pa.int32()).take(parents),
+            "lineage": table.column("lineage").cast(pa.int32()).take(parents),
+            "advantage": advantage,
+        }
+    )
+
+
+def _portions(names: list[str]) -> Iterator[list[str]]:
+    for start in range(0, len(names), FILES):
+        yield names[start : start + FILES]
+
+
+def _positions(ids: pa.ChunkedArray) -> pa.ChunkedArray:
+    found = pc.struct_field(pc.extract_regex(ids, r"/(?P<n>[0-9]{1,9})$"), "n")
+    return pc.fill_null(found.cast(pa.int32()), 0)
+
+
+def _seconds(timings: pa.ChunkedArray) -> pa.Array:
+    rows = timings.to_pylist()
+    return pa.array([dict(row).get("generate_s") if row else None for row in rows], pa.float32())
+
+
+def _hashed(text: str | None) -> int:
+    return int.from_bytes(hashlib.blake2b((text or "").encode("utf-8", "backslashreplace"), digest_size=8).digest())

@@ -1,0 +1,248 @@
+"""Runs that are watched: found under a folder by their names, their curves, events and index read on by one thread.
+
+A run is known by the name of its directory, looked up among those that are there: what a browser sends is never joined
+to a path. Reading goes piece by piece, the runs that somebody looked at lately first, so that the first picture does
+not wait for the last row; `progress` says what is still to come. A run whose files cannot be read has a `problem` in
+its place. Nothing is written into a run, and nothing of it executed.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock.dashboard.index import RunIndex
+from penstock.dashboard.status import RunStatus, read_run_status
+from penstock.rundir import RunDirectory
+from penstock.rundir.curves import Curves
+from penstock.rundir.logs import has_log, parse_lines
+from penstock.types import ConfigError, PenstockError, RunDirectoryError
+
+LOOK_S = 1.0
+"""Between two looks at what has grown."""
+WANTED_S = 60.0
+"""A run is read on for so long after it was asked for; its curves are read once in any case."""
+MOST_EVENTS = 20_000
+"""Kept of one run: the newest."""
+
+
+class ObservedRun:
+    """One run.
+
+    Args:
+        path: The run directory.
+        cache: Folder of indices; None keeps them in memory.
+        trust: As in `RunFiles.list_now`.
+    """
+
+    def __init__(self, path: Path, cache: Path | None = None, trust: bool = False) -> None:
+        self.directory = RunDirectory(path)
+        self.curves = Curves(self.directory.metrics_path)
+        self.problem = ""
+        self.progress = "not read yet"
+        self.version = 0
+        self.trust = trust
+        self._cache = cache
+        self._events: list[dict[str, Any]] = []
+        self._events_offset = 0
+        self._index: RunIndex | None = None
+        self._pieces: Iterator[str] | None = None
+        self._lock = threading.Lock()
+        self._config: dict[str, Any] | None = None
+        self.asked_at = 0.0
+
+    @property
+    def name(self) -> str:
+        """By which it is asked for."""
+        return self.directory.path.name
+
+    @property
+    def index(self) -> RunIndex:
+        """Of its rollouts.
+
+        Raises:
+            ConfigError: its store is not opened.
+        """
+        with self._lock:
+            if self._index is None:
+                self._index = RunIndex(self.directory, self._cache, self.trust)
+            return self._index
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What config.yaml says; empty where that cannot be read."""
+        if self._config is None:
+            try:
+                self._config = self.directory.read_config()
+            except RunDirectoryError:
+                self._config = {}
+        return self._config
+
+    @property
+    def is_of_simulators(self) -> bool:
+        """Whether it trains a control policy."""
+        return "fleet" in self.config
+
+    def status(self) -> RunStatus:
+        """As `penstock status` says it; a run whose config is broken is dead, with the reason."""
+        try:
+            return read_run_status(self.directory.path)
+        except (PenstockError, OSError) as error:
+            return RunStatus(self.directory.path, "dead", str(error), None, "local", {})
+
+    def events(self) -> list[dict[str, Any]]:
+        """The lines of ``events.jsonl`` so far, in order."""
+        with self._lock:
+            self._read_events()
+            return list(self._events)
+
+    def look(self) -> bool:
+        """Reads one more piece; returns whether there was any."""
+        try:
+            return self._look()
+        except (PenstockError, OSError) as error:
+            self.problem = str(error)
+            self._pieces = None
+            return False
+
+    def catch_up(self) -> None:
+        """Reads all that is there."""
+        while self.look():
+            pass
+
+    def close(self) -> None:
+        """Frees the index."""
+        with self._lock:
+            if self._index is not None:
+                self._index.close()
+                self._index = None
+
+    def _look(self) -> bool:
+        if self.curves.read_on():
+            self._grown("reading curves")
+            return True
+        index = self.index
+        if self._pieces is None:
+            self._pieces = index.read_on()
+        piece = next(self._pieces, None)
+        if piece is None:
+            self._pieces, self.progress = None, ""
+            self.problem = next(iter(index.damaged.values()), "")
+            return False
+        left = f", {index.waiting} files to go" if index.waiting > 1 else ""
+        self._grown(f"reading rollouts{left}")
+        return True
+
+    def _grown(self, words: str) -> None:
+        self.progress = words
+        self.version += 1
+
+    def _read_events(self) -> None:
+        path = self.directory.events_path
+        if not has_log(path):
+            return
+        with path.open("rb") as file:
+            file.seek(self._events_offset)
+            content = file.read()
+        content = content[: content.rfind(b"\n") + 1]
+        if content:
+            self._events += parse_lines(path, content, self._events_offset)
+            self._events_offset += len(content)
+            del self._events[:-MOST_EVENTS]
+
+
+class ObservedRuns:
+    """A run, or all runs of a folder, and the thread that reads them on; a context manager.
+
+    Args:
+        path: A run directory, or a folder of such.
+        cache: Folder of indices; None keeps them in memory.
+        trust: As in `RunFiles.list_now`.
+        clock: Of monotonic seconds.
+
+    Raises:
+        RunDirectoryError: it is neither.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        cache: Path | None = None,
+        trust: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path, self._cache, self._trust, self._clock = path.absolute(), cache, trust, clock
+        self._known: dict[str, ObservedRun] = {}
+        self._lock = threading.Lock()
+        self._ending = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="dashboard-reader", daemon=True)
+        if not self.all():
+            raise RunDirectoryError(
+                f"{path} is no run directory and holds none: give one that penstock train wrote, or the folder where "
+                "several are, such as runs"
+            )
+
+    def __enter__(self) -> "ObservedRuns":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(30.0)
+        for run in self._known.values():
+            run.close()
+
+    def all(self) -> list[ObservedRun]:
+        """Those that are there now, by name."""
+        found = [self._path] if _is_run(self._path) else sorted(filter(_is_run, _children(self._path)))
+        with self._lock:
+            for path in found:
+                if path.name not in self._known:
+                    self._known[path.name] = ObservedRun(path, self._cache, self._trust)
+            return [self._known[path.name] for path in found]
+
+    def find(self, name: str) -> ObservedRun:
+        """The run of a name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        run = next((run for run in self.all() if run.name == name), None)
+        if run is None:
+            raise ConfigError(f"there is no run {name!r} here: it may have been deleted")
+        run.asked_at = self._clock()
+        self._wake.set()
+        return run
+
+    def _read(self) -> None:
+        """Whoever was asked for last is first; a run that nobody asks for is read once."""
+        while not self._ending.is_set():
+            runs = sorted(self.all(), key=lambda run: -run.asked_at)
+            wanted = [run for run in runs if run.version == 0 or self._clock() - run.asked_at < WANTED_S]
+            self._wake.clear()
+            if not any(self._read_one(run) for run in wanted):
+                self._wake.wait(LOOK_S)
+
+    def _read_one(self, run: ObservedRun) -> bool:
+        """A few pieces, until somebody asks for another."""
+        grew = False
+        while run.look() and not self._ending.is_set():
+            grew = True
+            if self._wake.is_set():
+                break
+        return grew
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file()
+
+
+def _children(path: Path) -> list[Path]:
+    try:
+        return [child for child in path.iterdir() if child.name.isprintable()]
+    except OSError:
+        return []

@@ -1,0 +1,396 @@
+"""What the pages about rollouts show, as plain data: the list of groups, one group token by token, a timeline.
+
+Lists come from the index alone. A group is read from the one part that holds it, its advantages from the batch that
+trained it. Of a very long answer the first `MOST_TOKENS` tokens are given; the number of all says so.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.dashboard.index import AGE
+from penstock.dashboard.lookup import BatchUse, uses_in
+from penstock.dashboard.observation import ObservedRun
+from penstock.dashboard.tokens import TokenText
+from penstock.rundir.example_rows import EXAMPLE_SCHEMA
+from penstock.rundir.live_files import opened_part
+from penstock.rundir.parquet import schema_version
+from penstock.rundir.rollout_rows import records_from_table
+from penstock.rundir.storage import LocalStorage
+from penstock.types import AnyRollout, ConfigError, RolloutRecord, RunDirectoryError, Turn
+
+MOST_TOKENS = 4096
+"""Of one answer that a page shows, its prompt included."""
+MOST_MEMBERS = 64
+"""Of one group that a page shows."""
+MOST_ROWS = 500
+"""Of a list, at once."""
+MOST_BARS = 1500
+"""Of a timeline."""
+
+WAITING = "waiting"
+Order = Literal["newest", "oldest", "step", "reward", "reward_low", "spread", "tokens", "staleness", "seconds"]
+_ORDERS: dict[str, str] = {
+    "newest": "max(r.time) DESC NULLS LAST, r.g DESC",
+    "oldest": "max(r.time) NULLS LAST, r.g",
+    "step": "max(r.step) DESC NULLS LAST, r.g",
+    "reward": "avg(r.reward) DESC NULLS LAST, r.g",
+    "reward_low": "avg(r.reward) NULLS LAST, r.g",
+    "spread": "max(r.reward) - min(r.reward) DESC NULLS LAST, r.g",
+    "tokens": "avg(r.tokens) DESC NULLS LAST, r.g",
+    "staleness": f"max({AGE}) DESC NULLS LAST, r.g",
+    "seconds": "max(r.seconds) DESC NULLS LAST, r.g",
+}
+_CONDITIONS = {
+    "lesson": "g.lesson = $lesson",
+    "state": "coalesce(r.state, 'waiting') = $state",
+    "from_step": "r.step >= $from_step",
+    "to_step": "r.step <= $to_step",
+    "min_reward": "r.reward >= $min_reward",
+    "max_reward": "r.reward <= $max_reward",
+    "min_tokens": "r.tokens >= $min_tokens",
+    "max_tokens": "r.tokens <= $max_tokens",
+    "min_staleness": f"{AGE} >= $min_staleness",
+    "worker": "r.worker = $worker",
+    "finish": "coalesce(r.finish, 'not stored') = $finish",
+    "search": "contains(lower(g.group_id), lower($search))",
+}
+_NUMBERS = {
+    "from_step": int, "to_step": int, "min_reward": float, "max_reward": float, "min_tokens": int, "max_tokens": int,
+    "min_staleness": int,
+}  # fmt: skip
+_OF = {"train": "g.evaluation IS NULL", "eval": "g.evaluation IS NOT NULL", "all": "true"}
+_SUMMARY = f"""
+SELECT g.group_id, g.lesson, g.evaluation, s.* EXCLUDE (g)
+FROM (SELECT g, count(*) AS n, count(part) AS stored, avg(reward) AS reward, min(reward) AS low, max(reward) AS high,
+             list(reward ORDER BY position) AS rewards, min(advantage) AS advantage_low,
+             max(advantage) AS advantage_high, avg(tokens) AS tokens, min(weight_step) AS oldest,
+             max(newest) AS newest, max(step) AS step, max({AGE}) AS staleness, max(seconds) AS seconds,
+             max(time) AS time, any_value(worker) AS worker, any_value(reason) AS reason,
+             list_sort(list_distinct(list(coalesce(state, 'waiting')))) AS states
+      FROM rollouts r WHERE g IN (SELECT unnest($groups)) GROUP BY g) s JOIN groups g ON g.g = s.g
+ORDER BY list_position($groups, s.g)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupQuery:
+    """Which groups, and in which order.
+
+    Attributes:
+        values: Filter → its value, as `of` checked them.
+        of: `train`, `eval` or `all`.
+        order: One of `_ORDERS`, by name.
+    """
+
+    values: tuple[tuple[str, str | int | float], ...]
+    of: str = "train"
+    order: str = "newest"
+
+    @classmethod
+    def parsed(cls, words: Mapping[str, str]) -> "GroupQuery":
+        """From what stands in a URL; an empty word is none.
+
+        Raises:
+            ConfigError: a value is no number where one is needed, or no order is called so.
+        """
+        values: list[tuple[str, str | int | float]] = []
+        for name in _CONDITIONS:
+            if word := words.get(name, ""):
+                values.append((name, _number(name, word) if name in _NUMBERS else word))
+        of, order = words.get("of") or "train", words.get("order") or "newest"
+        for name, word, known in (("of", of, _OF), ("order", order, _ORDERS)):
+            if word not in known:
+                raise ConfigError(f"{name} is {word!r}: it must be one of {', '.join(known)}")
+        return cls(tuple(values), of, order)
+
+    @property
+    def sql(self) -> str:
+        """The numbers of the groups with a rollout that passes, in order."""
+        where = " AND ".join([_OF[self.of], *(_CONDITIONS[name] for name, _ in self.values)])
+        return (
+            f"SELECT r.g, count(*) FROM rollouts r JOIN groups g ON g.g = r.g WHERE {where} "
+            f"GROUP BY r.g ORDER BY {_ORDERS[self.order]}"
+        )
+
+
+class GroupLists:
+    """The last lists of groups that were asked for, so that scrolling asks no query anew. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, int, GroupQuery], tuple[np.ndarray, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, run: ObservedRun, query: GroupQuery) -> tuple[np.ndarray, int]:
+        """Numbers of the groups, and how many rollouts pass."""
+        index = run.index
+        key = (run.name, index.version, query)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        columns = index.columns(query.sql, dict(query.values))
+        found = columns[0], int(columns[1].sum())
+        with self._lock:
+            self._kept[key] = found
+            while len(self._kept) > 4:
+                self._kept.popitem(last=False)
+        return found
+
+
+LISTS = GroupLists()
+
+
+def group_list(run: ObservedRun, words: Mapping[str, str]) -> dict[str, Any]:
+    """A piece of the list of groups: ``offset`` and ``limit`` say which.
+
+    Raises:
+        ConfigError: a filter has no meaning.
+    """
+    query = GroupQuery.parsed(words)
+    offset, limit = (max(0, int(_number(name, words.get(name) or "0"))) for name in ("offset", "limit"))
+    groups, rollouts = LISTS.find(run, query)
+    shown = groups[offset : offset + min(limit or 100, MOST_ROWS)].tolist()
+    return {
+        "total": len(groups),
+        "rollouts": rollouts,
+        "offset": offset,
+        "groups": run.index.rows(_SUMMARY, {"groups": shown}) if shown else [],
+    }
+
+
+def choices(run: ObservedRun) -> dict[str, Any]:
+    """What the filters of the list can be set to."""
+    rows = run.index.rows
+    return {
+        "lessons": [
+            r["v"] for r in rows("SELECT DISTINCT lesson AS v FROM groups WHERE lesson IS NOT NULL ORDER BY 1")
+        ],
+        "states": [r["v"] for r in rows("SELECT DISTINCT coalesce(state, 'waiting') AS v FROM rollouts ORDER BY 1")],
+        "finishes": [
+            r["v"] for r in rows("SELECT DISTINCT coalesce(finish, 'not stored') AS v FROM rollouts ORDER BY 1")
+        ],
+        "workers": [
+            r["v"] for r in rows("SELECT DISTINCT worker AS v FROM rollouts WHERE worker IS NOT NULL ORDER BY 1")
+        ],
+        "orders": list(_ORDERS),
+    }
+
+
+def group_page(run: ObservedRun, group_id: str) -> dict[str, Any]:
+    """One group: its answers with their tokens, or of simulators its fragment step by step.
+
+    Raises:
+        ConfigError: there is no such group.
+        RunDirectoryError: its part cannot be read.
+    """
+    index = run.index
+    members = index.part_of(group_id)
+    if not members:
+        raise ConfigError(f"there is no group {group_id!r} in this run, or it is not read yet")
+    first = members[0]
+    found = {
+        "group_id": group_id,
+        "lesson": first["lesson"],
+        "evaluation": first["evaluation"],
+        "admitted": first["admitted"],
+        "deadline": first["deadline"],
+        "neighbours": _neighbours(run, first["g"]),
+        "size": len(members),
+        "note": "",
+        "members": [_member(member) for member in members[:MOST_MEMBERS]],
+    }
+    places = {member["name"] for member in members if member["name"]}
+    if not places:
+        return found | {"note": "not stored: it ended before its rollouts were sealed, or its part has expired"}
+    tables = [_rows_of(run, name, [m["row"] for m in members if m["name"] == name]) for name in sorted(places)]
+    if run.is_of_simulators and not first["evaluation"]:
+        return found | {"fragment": _fragment(tables[0])}
+    records = {r.rollout.rollout_id: r for table in tables for r in records_from_table(table, group_id)}
+    uses = _uses(run, members, records)
+    text, note = _token_text(run)
+    for member, shown in zip(members, found["members"], strict=False):
+        record = records.get(f"{group_id}/{member['position']}")
+        if record is not None:
+            shown |= _conversation(record, uses.get(record.rollout.rollout_id, ()), text)
+    return found | {"note": note}
+
+
+def timeline(run: ObservedRun, words: Mapping[str, str]) -> dict[str, Any]:
+    """The lives of groups that ended between two moments, ``from`` and ``to`` in Unix seconds; by default the last.
+
+    Raises:
+        ConfigError: a moment is no number.
+    """
+    low, high = (float(_number(name, words[name])) if words.get(name) else None for name in ("from", "to"))
+    span = run.index.rows(
+        """SELECT min(coalesce(g.admitted, r.time - r.seconds)) AS first, max(greatest(r.time, r.ended)) AS last
+        FROM rollouts r JOIN groups g USING (g) WHERE g.evaluation IS NULL"""
+    )[0]
+    rows = run.index.rows(
+        """SELECT g.group_id, g.lesson, any_value(g.admitted) AS admitted, min(r.time - r.seconds) AS began,
+               max(r.time) AS finished, max(r.ended) AS ended, any_value(r.worker) AS worker, avg(r.reward) AS reward,
+               max(r.step) AS step, list_sort(list_distinct(list(coalesce(r.state, 'waiting')))) AS states,
+               sum(r.tokens)::BIGINT AS tokens, min(r.weight_step) AS oldest
+        FROM rollouts r JOIN groups g USING (g) WHERE g.evaluation IS NULL
+        GROUP BY g.group_id, g.lesson
+        HAVING ($low IS NULL OR greatest(max(r.time), coalesce(max(r.ended), 0)) >= $low)
+           AND ($high IS NULL OR coalesce(any_value(g.admitted), min(r.time)) <= $high)
+        ORDER BY greatest(max(r.time), coalesce(max(r.ended), 0)) DESC LIMIT $most""",
+        {"low": low, "high": high, "most": MOST_BARS},
+    )
+    steps, _, times = run.curves.series("train/loss")
+    swaps = [[int(step), round(float(time), 3)] for step, time in zip(steps, times, strict=True)]
+    first = min((row["admitted"] or row["began"] or row["finished"] or 0.0 for row in rows), default=0.0)
+    return {
+        "span": [span["first"], span["last"]],
+        "bars": rows,
+        "most": MOST_BARS,
+        "updates": [swap for swap in swaps if swap[1] >= first][-MOST_BARS:],
+    }
+
+
+def _number(name: str, word: str) -> int | float:
+    try:
+        number = float(word)
+    except ValueError:
+        raise ConfigError(f"{name} is {word!r:.40}: it must be a number") from None
+    if number != number or abs(number) > 1e15:
+        raise ConfigError(f"{name} is {word!r:.40}: it must be a number below 1e15")
+    return int(number) if _NUMBERS.get(name) is int or name in ("offset", "limit") else number
+
+
+def _neighbours(run: ObservedRun, number: int) -> list[str | None]:
+    """The groups before and after it, in the order in which the run knew them."""
+    found = run.index.rows(
+        """SELECT (SELECT arg_max(group_id, g) FROM groups WHERE g < $n AND (evaluation IS NULL) = this) AS before,
+                  (SELECT arg_min(group_id, g) FROM groups WHERE g > $n AND (evaluation IS NULL) = this) AS after
+        FROM (SELECT evaluation IS NULL AS this FROM groups WHERE g = $n)""",
+        {"n": number},
+    )[0]
+    return [found["before"], found["after"]]
+
+
+def _member(row: dict[str, Any]) -> dict[str, Any]:
+    names = (
+        "position", "reward", "advantage", "tokens", "weight_step", "newest", "lineage", "time", "seconds", "worker",
+        "finish", "step", "ended", "reason",
+    )  # fmt: skip
+    return {name: row[name] for name in names} | {"state": row["state"] or WAITING, "stored": row["name"] is not None}
+
+
+def _rows_of(run: ObservedRun, name: str, rows: Sequence[int]) -> pa.Table:
+    """Some rows of a part: only their row groups are read."""
+    storage = LocalStorage(run.directory.path) if name.startswith("evaluations/") else run.index.storage
+    try:
+        with opened_part(storage, name) as file:
+            if schema_version(file.schema_arrow) == 0:
+                return file.read().take(sorted(rows))
+            tables: list[pa.Table] = []
+            start = 0
+            for number in range(file.metadata.num_row_groups):
+                count = file.metadata.row_group(number).num_rows
+                inside = [row - start for row in sorted(rows) if start <= row < start + count]
+                if inside:
+                    tables.append(file.read_row_group(number).take(inside))
+                start += count
+            return pa.concat_tables(tables)
+    except (FileNotFoundError, pa.ArrowInvalid) as error:
+        raise RunDirectoryError(f"{name} was merged, or has expired, a moment ago: ask again") from error
+
+
+def _uses(
+    run: ObservedRun, members: Sequence[dict[str, Any]], records: dict[str, RolloutRecord]
+) -> dict[str, tuple[BatchUse, ...]]:
+    """The batches that trained a group, as far as they are still there."""
+    steps = sorted({member["step"] for member in members if member["step"] is not None and not member["evaluation"]})
+    if not steps or not records:
+        return {}
+    names = run.index.rows(
+        "SELECT name FROM parts WHERE part IN (SELECT unnest(?)) AND starts_with(name, 'batches/')",
+        [[-step for step in steps]],
+    )
+    tables: list[pa.Table] = []
+    for row in names:
+        try:
+            with opened_part(run.index.storage, row["name"]) as file:
+                tables.append(file.read())
+        except (FileNotFoundError, RunDirectoryError):
+            continue  # it has expired: the numbers in the index stay
+    tables = [table.replace_schema_metadata(EXAMPLE_SCHEMA.metadata) for table in tables]
+    found: dict[str, list[BatchUse]] = {}
+    for table in tables:
+        batches = set(table.column("batch_id").to_pylist())
+        for rollout_id, uses in uses_in(table, dict.fromkeys(batches, True), records).items():
+            found.setdefault(rollout_id, []).extend(uses)
+    return {rollout_id: tuple(sorted(uses, key=lambda use: use.step)) for rollout_id, uses in found.items()}
+
+
+def _token_text(run: ObservedRun) -> tuple[TokenText | None, str]:
+    try:
+        return TokenText.of_run(run.directory), ""
+    except ConfigError as error:
+        return None, f"{error}: the text of the turns is shown, without colours"
+
+
+def _conversation(record: RolloutRecord, uses: Sequence[BatchUse], text: TokenText | None) -> dict[str, Any]:
+    rollout = record.rollout
+    prompt, total = len(rollout.prompt_tokens), len(rollout.prompt_tokens) + len(rollout.response_tokens)
+    turns = list(rollout.turns) or [Turn("user", "", 0, prompt), Turn("assistant", "", prompt, total)]
+    advantages = uses[-1].advantages if uses else None
+    decoding = rollout.decoding
+    return {
+        "problem": rollout.env_example_id,
+        "environment": rollout.env_name,
+        "prompt_tokens": prompt,
+        "sampled": rollout.sampled_tokens,
+        "timings": dict(record.timings),
+        "decoding": {"temperature": decoding.temperature, "max_output_tokens": decoding.max_output_tokens,
+                     **{name: value for name, value in decoding.truncation.items()}},
+        "uses": [[use.step, use.lineage, use.advantage(rollout.response_mask)] for use in uses],
+        "logprob": _mean(rollout.response_logprobs[rollout.response_mask]),
+        "cut": total > MOST_TOKENS,
+        "turns": [_turn(turn, rollout, advantages, text) for turn in turns if turn.start < MOST_TOKENS],
+    }  # fmt: skip
+
+
+def _turn(turn: Turn, rollout: AnyRollout, advantages: np.ndarray | None, text: TokenText | None) -> dict[str, Any]:
+    shown: dict[str, Any] = {"role": turn.role, "tokens": turn.stop - turn.start}
+    if text is None:
+        return shown | {"text": turn.content[: 4 * MOST_TOKENS]}
+    prompt, stop = len(rollout.prompt_tokens), min(turn.stop, MOST_TOKENS)
+    tokens = np.concatenate([rollout.prompt_tokens, rollout.response_tokens])[turn.start : stop].tolist()
+    sampled = np.concatenate([np.zeros(prompt, np.bool_), rollout.response_mask])[turn.start : stop]
+    breaks = {*map(int, np.flatnonzero(np.diff(sampled.astype(np.int8))) + 1), prompt - turn.start}
+    versions = rollout.response_weight_steps
+    pieces: list[list[Any]] = []
+    for piece in text.pieces(tokens, breaks):
+        first, last = turn.start + piece.start - prompt, turn.start + piece.stop - prompt
+        if first < 0 or not rollout.response_mask[first:last].all():
+            pieces.append([piece.text])
+            continue
+        pieces.append([
+            piece.text,
+            _mean(rollout.response_logprobs[first:last]),
+            None if advantages is None else _mean(advantages[first:last]),
+            None if versions is None else int(versions[first]),
+            float(f"{float(rollout.token_rewards[first:last].sum()):.5g}"),
+        ])  # fmt: skip
+    return shown | {"pieces": pieces}
+
+
+def _fragment(table: pa.Table) -> dict[str, Any]:
+    """A fragment of simulator steps, without its observations."""
+    kept = ("env_name", "slot", "steps", "trainable_steps", "complete", "rewards", "terminated", "truncated", "faults",
+            "logprobs", "values", "weight_steps", "episodes")  # fmt: skip
+    row = table.select([name for name in kept if name in table.column_names]).slice(0, 1).to_pylist()[0]
+    return {name: value[:MOST_TOKENS] if isinstance(value, list) else value for name, value in row.items()}
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(f"{float(values.mean()):.5g}") if len(values) else None

@@ -1,0 +1,128 @@
+// What ran where: the lives of rollouts, lessons, components and simulators.
+import { chart } from "./charts.js";
+import { api, badge, bundle, change, duration, empty, fixed, h, link, moment, num, parse, s, stateKind, table } from "./core.js";
+
+const path = (run, page) => `runs/${encodeURIComponent(run)}/${page}`;
+
+export async function timelinePage(main, run) {
+  const { words } = parse();
+  const page = await api(path(run, "timeline"), { from: words.from, to: words.to });
+  const bars = page.bars.map((bar) => ({ ...bar, began: bar.began ?? bar.finished })).filter((bar) => bar.finished);
+  const [first, last] = page.span;
+  const box = h("div", { class: "scroll timeline", tabindex: 0, role: "region", "aria-label": "Timeline" });
+  const low = bars.length ? Math.min(...bars.map((b) => b.admitted ?? b.began)) : first;
+  const high = bars.length ? Math.max(...bars.map((b) => b.ended ?? b.finished)) : last;
+  const width = high - low;
+  const move = (by, zoom = 1) => {
+    const middle = (low + high) / 2 + by * width, half = width / 2 * zoom;
+    change({ from: (middle - half).toFixed(3), to: (middle + half).toFixed(3) });
+  };
+  const button = (text, label, act) => h("button", { class: "button", type: "button", "aria-label": label, title: label, onclick: act }, text);
+  main.replaceChildren(
+    h("div", { class: "head" }, h("h1", {}, "Timeline"), h("p", { class: "sub" }, "The life of each group: waiting for a worker, being generated, in the buffer until its update. Lanes by worker."),
+      bundle ? null : h("div", { class: "tools" }, button("←", "Earlier", () => move(-0.5)), button("→", "Later", () => move(0.5)), button("+", "Closer", () => move(0, 0.5)), button("−", "Wider", () => move(0, 2)), button("latest", "The latest", () => change({ from: null, to: null })))),
+    h("p", { class: "scale" }, ["waiting", "generating", "in the buffer"].map((text, index) => h("span", {}, h("i", { class: `swatch life${index}` }), text)), h("span", {}, h("i", { class: "swatch end-good" }), "trained"), h("span", {}, h("i", { class: "swatch end-bad" }), "thrown away"), h("span", {}, h("i", { class: "swatch swap" }), "a new version")),
+    h("section", { class: "card flush" }, box),
+    h("p", { class: "note" }, `${num(bars.length)} groups${bars.length >= page.most ? " (the latest of this stretch; come closer for all)" : ""}, ${moment(low)} to ${moment(high)} UTC. Prefill, decode and tools within generating are not stored apart; of simulators only when a fragment was finished.`));
+  if (!bars.length) box.append(empty("No group was finished in this stretch."));
+  else box.append(lanes(bars, page.updates.filter(([, time]) => time >= low && time <= high), low, high, run, Math.max(760, box.clientWidth - 4)));
+  return { keys: bundle ? {} : { h: () => move(-0.5), l: () => move(0.5), "+": () => move(0, 0.5), "-": () => move(0, 2) } };
+}
+
+function lanes(bars, updates, low, high, run, width) {
+  const left = 150, x = (time) => left + (time - low) / (high - low || 1) * (width - left - 12);
+  const workers = new Map();
+  for (const bar of bars.toSorted((a, b) => (a.admitted ?? a.began) - (b.admitted ?? b.began))) {
+    const name = bar.worker ?? "not stored";
+    const rows = workers.get(name) || [];
+    const start = bar.admitted ?? bar.began, end = Math.max(bar.ended ?? bar.finished, start + (high - low) / 300);
+    let row = rows.findIndex((until) => until <= start);
+    if (row < 0) row = rows.push(0) - 1;
+    rows[row] = end;
+    workers.set(name, rows);
+    bar.row = row;
+  }
+  let y = 24;
+  const tops = new Map(), labels = [];
+  for (const [name, rows] of workers) {
+    tops.set(name, y);
+    labels.push(s("text", { class: "lane", x: 4, y: y + 10 }, name.length > 22 ? name.slice(0, 21) + "…" : name, s("title", {}, name)));
+    y += rows.length * 9 + 14;
+  }
+  const rect = (from, to, top, kind) => to > from ? s("rect", { class: kind, x: x(from).toFixed(1), y: top, width: Math.max(0.8, x(to) - x(from)).toFixed(1), height: 7 }) : null;
+  const drawn = bars.map((bar) => {
+    const top = tops.get(bar.worker ?? "not stored") + bar.row * 9;
+    const kind = bar.states.some((state) => stateKind(state) === "bad") ? "end-bad" : bar.ended ? "end-good" : "end-none";
+    const words = `${bar.group_id}: waited ${duration(Math.max(0, bar.began - (bar.admitted ?? bar.began)))}, generated ${duration(bar.finished - bar.began)}, in the buffer ${duration(Math.max(0, (bar.ended ?? high) - bar.finished))}; ${bar.states.join(", ")}${bar.step === null ? "" : ` at update ${bar.step}`}, reward ${fixed(bar.reward)}`;
+    return s("a", { href: link("group", run, { id: bar.group_id }), "aria-label": words }, s("title", {}, words), rect(bar.admitted ?? bar.began, bar.began, top, "life0"), rect(bar.began, bar.finished, top, "life1"), rect(bar.finished, bar.ended ?? high, top, "life2"),
+      s("rect", { class: kind, x: (x(bar.ended ?? bar.finished) - 1).toFixed(1), y: top, width: 2.5, height: 7 }));
+  });
+  const every = Math.max(1, Math.ceil(updates.length / 24));
+  const swaps = updates.map(([step, time], index) => s("g", { class: "swap" }, s("line", { x1: x(time), x2: x(time), y1: 16, y2: y }), index % every ? null : s("text", { x: x(time) + 2, y: 12 }, num(step))));
+  return s("svg", { width, height: y + 4, viewBox: `0 0 ${width} ${y + 4}`, role: "group", "aria-label": "Lives of groups" }, swaps, labels, drawn);
+}
+
+export async function lessonsPage(main, run) {
+  const page = await api(path(run, "lessons"));
+  const shares = page.lessons.flatMap((l) => l.metrics.filter((m) => /^curriculum\/.*\/probability$/.test(m)));
+  const success = page.lessons.flatMap((l) => l.metrics.filter((m) => /^(curriculum\/.*\/success|rollout\/.*\/success_rate|fleet\/.*\/reward_mean)$/.test(m)));
+  const { words } = parse();
+  const { curves } = shares.length + success.length ? await api(path(run, "curves"), { names: [...shares, ...success].join(","), points: 400, from: words.from, to: words.to }) : { curves: {} };
+  const lines = (names) => names.map((name) => ({ name: name.split("/").slice(1).join(" ").replace(/ probability$/, ""), x: curves[name].step, y: curves[name].mean }));
+  const box = h("div", { class: "scroll" });
+  main.replaceChildren(
+    h("div", { class: "head" }, h("h1", {}, "Lessons"), h("p", { class: "sub" }, "Which lesson waits for which, how likely each is, and how its rollouts fared.")),
+    h("section", { class: "card" }, box),
+    h("section", { class: "card flush" }, table([
+      ["lesson", (l) => h("a", { class: "strong", href: link("groups", run, { lesson: l.lesson }) }, l.lesson)], ["state", (l) => l.state || "–"], ["environment", (l) => h("code", {}, l.environment.split(".").at(-1))], ["needs", (l) => l.needs.join(", ") || "–"],
+      ["rollouts", (l) => num(l.rollouts ?? null), "n"], ["trained", (l) => num(l.trained ?? null), "n"], ["thrown away", (l) => l.dropped ? h("a", { href: link("ledger", run) }, num(l.dropped)) : num(l.dropped ?? null), "n"], ["reward", (l) => fixed(l.reward), "n"], ["tokens", (l) => l.tokens === undefined || l.tokens === null ? "–" : num(Math.round(l.tokens)), "n"],
+    ], page.lessons, "Lessons")),
+    h("div", { class: "grid" }, shares.length ? chart("Probability of each lesson", lines(shares), { zero: true }) : null, success.length ? chart("Success", lines(success), {}) : null),
+    h("section", { class: "card" }, h("h2", {}, "What happened"), page.events.length ? table([["when", (e) => moment(e.time), "n"], ["update", (e) => num(e.step ?? null), "n"], ["event", (e) => e.event], ["lesson", (e) => e.lesson ?? e.lesson_id ?? "–"], ["why", (e) => e.reason ?? e.message ?? "–", "wide"]], page.events.toReversed(), "Events of lessons") : empty("No lesson was unlocked, graduated or fell back so far.")));
+  box.append(graph(page.lessons, run));
+}
+
+/** Lessons from left to right, each behind those that it waits for. */
+function graph(lessons, run) {
+  const byName = new Map(lessons.map((l) => [l.lesson, l]));
+  const depth = (name, seen = []) => seen.includes(name) ? 0 : 1 + Math.max(-1, ...(byName.get(name)?.needs || []).filter((n) => byName.has(n)).map((n) => depth(n, [...seen, name])));
+  const columns = [];
+  for (const lesson of lessons) (columns[depth(lesson.lesson)] ||= []).push(lesson);
+  const at = new Map();
+  columns.forEach((column, i) => column.forEach((lesson, j) => at.set(lesson.lesson, [12 + i * 230, 12 + j * 62])));
+  const width = columns.length * 230 + 20, height = Math.max(...columns.map((c) => c.length)) * 62 + 16;
+  const links = lessons.flatMap((l) => l.needs.filter((n) => at.has(n)).map((n) => {
+    const [[x1, y1], [x2, y2]] = [at.get(n), at.get(l.lesson)];
+    return s("path", { class: "edge", d: `M${x1 + 180},${y1 + 22}C${x1 + 205},${y1 + 22} ${x2 - 25},${y2 + 22} ${x2},${y2 + 22}` });
+  }));
+  const nodes = lessons.map((l) => {
+    const [x, y] = at.get(l.lesson), name = l.lesson.length > 22 ? l.lesson.slice(0, 21) + "…" : l.lesson;
+    return s("a", { href: link("groups", run, { lesson: l.lesson }), class: `node ${l.state.split(" ")[0]}` }, s("rect", { x, y, width: 180, height: 44, rx: 7 }), s("text", { x: x + 12, y: y + 19, class: "strong" }, name), s("text", { x: x + 12, y: y + 35, class: "amount" }, (l.state || "–").slice(0, 28)), s("title", {}, `${l.lesson}: ${l.state}`));
+  });
+  return s("svg", { class: "lessons", width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Lessons" }, links, nodes);
+}
+
+export async function fleetPage(main, run) {
+  const page = await api(path(run, "fleet"));
+  const { words } = parse();
+  const patterns = [/^fleet\/(live|respawning|quarantined)$/, /^fleet\/(restarts|faults|abandoned|worker_restarts)$/, /^fleet\/steps_per_s$/, /^fleet\/(step|inference|wait)_p(50|99)_s$/, /^time\/idle\//];
+  const titles = ["Simulators", "Faults so far", "Steps per second", "Seconds by stage", "Idle share"];
+  const groups = patterns.map((pattern) => page.metrics.filter((name) => pattern.test(name)));
+  const { curves } = groups.flat().length ? await api(path(run, "curves"), { names: groups.flat().join(","), points: 400, from: words.from, to: words.to }) : { curves: {} };
+  const search = (words.search || "").toLowerCase();
+  const simulators = page.simulators.filter((row) => JSON.stringify(row).toLowerCase().includes(search));
+  main.replaceChildren(
+    h("div", { class: "head" }, h("h1", {}, "Fleet"), h("p", { class: "sub" }, page.alive ? "What runs now." : "What ran, as last known.")),
+    h("section", { class: "card flush" }, page.components.length ? table([
+      ["component", (c) => h("span", { class: "strong" }, c.name)], ["state", (c) => badge(page.alive ? c.state ?? c.phase ?? "unknown" : "ended", `last ${c.state ?? c.phase ?? "unknown"}`)], ["life", (c) => num(c.incarnation ?? 0), "n"], ["deaths", (c) => num(c.deaths ?? 0), "n"], ["weights", (c) => c.version ? num(c.version[1]) : "–", "n"], ["behind", (c) => num(c.lag_steps ?? null), "n"],
+      ["idle", (c) => c.busy_s + c.idle_s > 0 ? `${Math.round(100 * c.idle_s / (c.busy_s + c.idle_s))}%` : "–", "n"], ["where", (c) => c.host ? `${c.host}:${c.pid}` : "–"], ["doing", (c) => [c.doing ?? "", c.last_death ? h("span", { class: "bad-text" }, ` last death: ${c.last_death}`) : ""], "wide"],
+    ], page.components, "Components") : empty("status.json says nothing of components.")),
+    page.simulators.length ? h("section", { class: "card" }, h("header", {}, h("h2", {}, `${num(page.simulators.length)} simulator processes`), h("input", { type: "search", id: "filter", placeholder: "Filter simulators", "aria-label": "Filter simulators", value: words.search || "", oninput: (event) => change({ search: event.target.value }, true) })),
+      h("div", { class: "wall", role: "img", "aria-label": `${page.simulators.filter((r) => r.failures + r.faults).length} of ${page.simulators.length} had failures or faults` }, simulators.map((row) => h("i", { class: `sim ${row.failures ? "bad" : row.faults ? "warn" : page.alive && row.state === "live" ? "good" : "calm"}`, title: `${row.simulator}: ${row.state}, ${row.failures} failures, ${row.faults} faults` }))),
+      h("div", { class: "tall" }, table([["simulator", (r) => r.simulator], ["task", (r) => r.task ?? "–"], ["state", (r) => badge(page.alive || r.state !== "live" ? r.state : "ended")], ["lives", (r) => num(r.starts), "n"], ["failures", (r) => num(r.failures), "n"], ["faults", (r) => num(r.faults), "n"], ["slots", (r) => num(r.slots ?? null), "n"], ["started in", (r) => duration(r.seconds), "n"], ["last trouble", (r) => r.last || "–", "wide"]], simulators, "Simulators, the sickest first"))) : null,
+    h("div", { class: "grid" }, groups.map((names, index) => names.length ? chart(titles[index], names.map((name) => ({ name: name.split("/").at(-1).replaceAll("_", " "), x: curves[name].step, y: curves[name].mean })), { zero: true }) : null)),
+    Object.keys(page.account).length ? h("section", { class: "card" }, h("h2", {}, "Account of steps"), h("dl", { class: "facts" }, Object.entries(page.account).map(([name, count]) => h("div", {}, h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, num(count)))))) : null,
+    page.films.length ? h("section", { class: "card" }, h("h2", {}, "Films of episodes"), bundle ? h("p", { class: "note" }, `${page.films.length} films are in the run's videos folder.`) : h("div", { class: "films" }, page.films.slice(0, 24).map((name) => h("figure", {}, h("video", { controls: true, preload: "none", src: `api/${path(run, "film")}?name=${encodeURIComponent(name)}` }), h("figcaption", {}, name))))) : null,
+    page.events.length ? h("section", { class: "card" }, h("h2", {}, "Starts, deaths and ends"), h("div", { class: "tall" }, table([["when", (e) => moment(e.time), "n"], ["event", (e) => e.event.replaceAll("_", " ")], ["who", (e) => e.component ?? e.worker ?? "–"], ["why", (e) => e.reason ?? e.message ?? "–", "wide"]], page.events.toReversed(), "Events of components"))) : null);
+}
+

@@ -1,0 +1,110 @@
+// All runs in a table, and two of them over each other.
+import { chart, intervals, spark } from "./charts.js";
+import { ago, api, badge, big, change, csv, duration, empty, fixed, h, link, moment, num, parse, save, signed, table } from "./core.js";
+
+export async function runsPage(main) {
+  const { runs } = await api("runs");
+  const { words } = parse();
+  const search = (words.search || "").toLowerCase();
+  const shown = runs.filter((run) => `${run.name} ${run.of} ${run.state}`.toLowerCase().includes(search))
+    .sort((a, b) => b.alive - a.alive || (b.started || 0) - (a.started || 0));
+  const box = h("input", { type: "search", id: "filter", placeholder: "Filter runs", "aria-label": "Filter runs", value: words.search || "",
+    oninput: (event) => change({ search: event.target.value }, true) });
+  const picked = new Set();
+  const compare = h("a", { class: "button", href: "#/", hidden: true }, "Compare");
+  const pick = (name, on) => {
+    on ? picked.add(name) : picked.delete(name);
+    const [a, b] = [...picked];
+    compare.hidden = picked.size !== 2;
+    compare.href = link("compare", null, { a, b });
+  };
+  main.replaceChildren(
+    h("div", { class: "head" }, h("h1", {}, "Runs"), h("p", { class: "sub" }, `${runs.length} here, ${runs.filter((run) => run.alive).length} of them live. Tick two to compare them.`),
+      h("div", { class: "tools" }, box, compare)),
+    shown.length ? h("div", { class: "card flush" }, table([
+      ["", (run) => h("input", { type: "checkbox", "aria-label": `Compare ${run.name}`, onchange: (event) => pick(run.name, event.target.checked) })],
+      ["run", (run) => h("a", { href: link("run", run.name), class: "strong" }, run.name)],
+      ["state", (run) => badge(run.state, run.ended_by)],
+      ["trains on", (run) => run.of || "–"],
+      ["update", (run) => run.step === null || run.step === undefined ? "–" : [num(run.step), h("span", { class: "quiet" }, run.steps ? ` / ${num(run.steps)}` : "")], "n"],
+      ["reward", (run) => fixed(run.score), "n"],
+      ["", (run) => spark(run.spark)],
+      ["held out", (run) => Object.values(run.held_out).length ? Object.values(run.held_out).map(([score]) => fixed(score)).join(" · ") : "–", "n"],
+      ["cost so far", (run) => [duration(run.busy_s), h("span", { class: "quiet" }, run.generated ? `, ${big(run.generated)} ${run.unit}` : "")], "n"],
+      ["started", (run) => moment(run.started), "n"],
+      ["ended by", (run) => run.problem ? h("span", { class: "bad-text" }, run.problem) : run.alive ? h("span", { class: "quiet" }, ago(run.age_s)) : run.ended_by || "–", "wide"],
+    ], shown, "Runs", (run) => ({ class: "pick", data: { href: link("run", run.name) } })))
+      : empty(search ? "No run matches this filter." : "There is no run here."));
+}
+
+export async function comparePage(main) {
+  const { words } = parse();
+  const { runs } = await api("runs");
+  const select = (name, label) => h("label", {}, label, h("select", { value: words[name] || "", onchange: (event) => change({ [name]: event.target.value, [`at_${name}`]: null }) },
+    h("option", { value: "" }, "choose a run"), runs.map((run) => h("option", { value: run.name, selected: run.name === words[name] }, run.name))));
+  const head = h("div", { class: "head" }, h("h1", {}, "Is B better than A?"), h("div", { class: "tools" }, select("a", "A "), select("b", "B ")));
+  main.replaceChildren(head);
+  if (!words.a || !words.b) {
+    main.append(empty("Choose two runs: their last evaluations are compared problem by problem, their curves drawn over each other."));
+    return;
+  }
+  const found = await api("compare", { a: words.a, b: words.b, at_a: words.at_a, at_b: words.at_b });
+  const at = (side) => h("label", {}, `${side.toUpperCase()} at `, h("select", { onchange: (event) => change({ [`at_${side}`]: event.target.value }) },
+    found.offered[side].map((each) => h("option", { value: each.name, selected: each.name === found.chosen[side] }, `${each.evaluation}, version ${each.step} (${fixed(each.reward)})`))));
+  const verdicts = found.lessons.map((lesson) => h("li", { class: lesson.verdict }, lesson.words));
+  main.append(
+    h("section", { class: "card" }, h("header", {}, h("h2", {}, "Held-out reward, paired by problem"), h("div", { class: "tools" }, at("a"), at("b"))),
+      found.lessons.length ? [h("ul", { class: "verdicts" }, verdicts), h("div", { class: "scroll" }, intervals(found.lessons)),
+        table([["lesson", (l) => l.lesson], ["B − A", (l) => signed(l.difference), "n"], ["95% from", (l) => signed(l.low), "n"], ["to", (l) => signed(l.high), "n"],
+          ["problems", (l) => num(l.problems), "n"], ["without a pair", (l) => num(l.unpaired), "n"], ["by chance", (l) => l.chance === null ? "–" : fixed(l.chance), "n"]], found.lessons, "Differences by lesson")]
+        : empty("The two have no lesson in common whose held-out rollouts are kept, so nothing can be said about which is better."),
+      h("p", { class: "note" }, found.caution)));
+  await curvesOver(main, found);
+  main.append(h("section", { class: "card" }, h("h2", {}, "Settings that differ"),
+    found.settings.length ? table([["key", (row) => h("code", {}, row[0])], ["A", (row) => row[1] ?? "–"], ["B", (row) => row[2] ?? "–"]], found.settings, "Settings that differ")
+      : empty("Their configurations are the same, seed included.")));
+}
+
+const BY = { update: "update", tokens: "tokens trained", seconds: "seconds since the start" };
+
+async function curvesOver(main, found) {
+  const { words } = parse();
+  const by = words.by in BY ? words.by : "update";
+  const wanted = (words.m || "").split(",").filter((name) => found.metrics.includes(name));
+  const first = ["train/reward_mean", ...found.metrics.filter((name) => /^(eval\/.*(reward_mean|return_mean)|fleet\/.*\/reward_mean)$/.test(name)), "replay/staleness_mean", "train/entropy"];
+  const names = wanted.length ? wanted : first.filter((name) => found.metrics.includes(name)).slice(0, 4);
+  const asked = [...names, "train/tokens", "train/steps"].join(",");
+  const [a, b] = await Promise.all([found.a, found.b].map((run) => api(`runs/${encodeURIComponent(run)}/curves`, { names: asked, points: 600 })));
+  const choose = h("label", {}, "by ", h("select", { onchange: (event) => change({ by: event.target.value }) }, Object.keys(BY).map((name) => h("option", { value: name, selected: name === by }, name))));
+  const add = h("label", {}, "curve ", h("select", { onchange: (event) => change({ m: [...names, event.target.value].slice(-6).join(",") }) },
+    h("option", { value: "" }, "add one"), found.metrics.filter((name) => !names.includes(name)).map((name) => h("option", { value: name }, name))));
+  main.append(h("div", { class: "head small" }, h("h2", {}, "Curves"), h("div", { class: "tools" }, choose, add)),
+    h("div", { class: "grid" }, names.map((name) => chart(name, [
+      { name: found.a, ...over(a.curves, name, by), hue: 0 }, { name: found.b, ...over(b.curves, name, by), hue: 1 },
+    ], { zoom: false, unit: BY[by], sync: false, note: `by ${BY[by]}` }))));
+}
+
+/** A curve over updates, tokens trained or seconds; a reference curve is read off at the curve's own steps. */
+function over(curves, name, by) {
+  const curve = curves[name] || { step: [], mean: [], time: [] };
+  if (by === "seconds") {
+    const start = Math.min(...Object.values(curves).flatMap((each) => each.time.slice(0, 1)));
+    return { x: curve.time.map((time) => time - start), y: curve.mean };
+  }
+  if (by === "update") return { x: curve.step, y: curve.mean };
+  const counts = curves["train/tokens"]?.step.length ? curves["train/tokens"] : curves["train/steps"];
+  if (!counts?.step.length) return { x: [], y: [] };
+  const sums = [];
+  counts.mean.reduce((sum, value, index) => (sums[index] = sum + value * (counts.step[index] - (counts.step[index - 1] ?? 0))), 0);
+  const at = (step) => {
+    const index = counts.step.findLastIndex((each) => each <= step);
+    return index < 0 ? 0 : sums[index];
+  };
+  const x = curve.step.map(at);
+  const kept = x.map((value, index) => index === 0 || value > x[index - 1]);
+  return { x: x.filter((_, index) => kept[index]), y: curve.mean.filter((_, index) => kept[index]) };
+}
+
+export function exportTable(name, columns, rows) {
+  return h("button", { class: "tool", type: "button", onclick: () => save(`${name}.csv`, csv(columns, rows)) }, "CSV");
+}

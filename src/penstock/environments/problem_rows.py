@@ -1,0 +1,178 @@
+"""Problems in files: rows of JSONL or Parquet, and the examples that are made of them.
+
+Paths may be fsspec URLs and may hold ``*``; all rows are read into memory, and errors name the file, the line and the
+column.
+"""
+
+import glob
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.environments.base import Prompt
+from penstock.environments.example_environment import Example, split_by_hash, stable_unit
+from penstock.types import ConfigError
+from penstock.types.importing import nearest
+
+Row = Mapping[str, Any]
+
+
+def read_rows(paths: str | Sequence[str], field: str) -> list[Row]:
+    """The rows of one or more files, in order.
+
+    Args:
+        paths: Files ending in ``.parquet``, or else read as one JSON object a line.
+        field: The config field, for the message.
+
+    Raises:
+        ConfigError: a file is missing, unreadable or malformed, or there are no rows.
+    """
+    rows: list[Row] = []
+    for path in _expanded([paths] if isinstance(paths, str) else paths, field):
+        rows.extend(_read_parquet(path, field) if path.endswith(".parquet") else _read_jsonl(path, field))
+    if not rows:
+        raise ConfigError(f"{field} {paths!r} holds no rows")
+    return rows
+
+
+def column(row: Row, name: str, field: str, source: str, remedy: str = "") -> Any:
+    """A row's value; `remedy` is what else may help where there is none.
+
+    Raises:
+        ConfigError: the row has no such column, or null in it.
+    """
+    if row.get(name) is None:
+        known = ", ".join(row)
+        problem = "is null" if name in row else f"does not exist{nearest(name, row)}: there are {known}"
+        raise ConfigError(f"{field} {name!r}: in {source} this column {problem}{remedy}")
+    return row[name]
+
+
+def _expanded(paths: Sequence[str], field: str) -> list[str]:
+    found: list[str] = []
+    for path in paths:
+        if "://" in path:
+            found.append(path)
+            continue
+        local = str(Path(path).expanduser())
+        matches = sorted(glob.glob(local)) if "*" in local else [local]
+        if not matches or not Path(matches[0]).is_file():
+            folder = Path(local).parent
+            siblings = [other.name for other in folder.glob("*")] if folder.is_dir() else []
+            raise ConfigError(f"{field} {path!r}: no such file{nearest(Path(local).name, siblings)}")
+        found.extend(matches)
+    return found
+
+
+def _read_jsonl(path: str, field: str) -> list[Row]:
+    import fsspec
+
+    try:
+        with fsspec.open(path, "rt", encoding="utf-8") as file:
+            return list(_parsed(file, path, field))
+    except (OSError, UnicodeDecodeError, ImportError) as error:
+        raise ConfigError(f"{field} {path!r} cannot be read: {error}") from error
+
+
+def _parsed(lines: Any, path: str, field: str) -> Iterator[Row]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{field} {path!r}, line {number} is not JSON: {error.msg}") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{field} {path!r}, line {number} is a {type(row).__name__}: expected a JSON object")
+        yield row
+
+
+def _read_parquet(path: str, field: str) -> list[Row]:
+    import fsspec
+    import pyarrow.parquet
+    from pyarrow import ArrowInvalid
+
+    try:
+        with fsspec.open(path, "rb") as file:
+            return pyarrow.parquet.read_table(file).to_pylist()
+    except (OSError, ArrowInvalid, ImportError) as error:
+        raise ConfigError(f"{field} {path!r} cannot be read as Parquet: {error}") from error
+
+
+class RowReader:
+    """Makes examples of rows.
+
+    Args:
+        prompt_column: Holds the prompt: text, or chat messages.
+        answer_column: Holds the reference answer; None where there is none.
+        prompt_format: Makes the prompt from a row's columns instead.
+    """
+
+    def __init__(self, prompt_column: str, answer_column: str | None, prompt_format: str | None = None) -> None:
+        self._prompt_column = prompt_column
+        self._answer_column = answer_column
+        self._prompt_format = prompt_format
+
+    def examples(self, rows: Sequence[Row], path: str) -> list[Example]:
+        """One example per row; equal rows are told apart by their number."""
+        seen: dict[str, int] = {}
+        examples: list[Example] = []
+        for number, row in enumerate(rows, start=1):
+            source = f"row {number} of {path}"
+            prompt = self._prompt(row, source)
+            answer = ""
+            if self._answer_column:
+                without = "; null where the problems have none"
+                answer = column(row, self._answer_column, "env_args.answer_column", source, without)
+            identity = f"{int(stable_unit(_identity(prompt, answer)) * 2**48):012x}"
+            seen[identity] = seen.get(identity, 0) + 1
+            example_id = identity if seen[identity] == 1 else f"{identity}-{seen[identity]}"
+            examples.append(Example(example_id, prompt, str(answer), row))
+        return examples
+
+    def _prompt(self, row: Row, source: str) -> Prompt:
+        if self._prompt_format is not None:
+            try:
+                return self._prompt_format.format(**row)
+            except (KeyError, IndexError, ValueError) as error:
+                raise ConfigError(
+                    f"env_args.prompt_format {self._prompt_format!r} does not fit {source}: {error!r}; "
+                    f"its columns are {', '.join(row)}"
+                ) from error
+        prompt = column(row, self._prompt_column, "env_args.prompt_column", source)
+        if isinstance(prompt, str) or _are_messages(prompt):
+            return prompt
+        raise ConfigError(
+            f"env_args.prompt_column {self._prompt_column!r}: {source} holds a {type(prompt).__name__}: expected text, "
+            "or a list of messages with role and content"
+        )
+
+
+def split_by_prompt(examples: list[Example], fraction: float, path: str) -> tuple[list[Example], list[Example]]:
+    """Training and held-out examples; rows with equal prompts stay together.
+
+    Raises:
+        ConfigError: one of the two would be empty.
+    """
+    train, held_out = split_by_hash(examples, fraction, prompt_key)
+    if not train or not held_out:
+        raise ConfigError(f"env_args.path {path!r} has only one distinct prompt: add rows, or give env_args.eval_path")
+    return train, held_out
+
+
+def prompt_key(example: Example) -> str:
+    """Equal for equal prompts."""
+    return json.dumps(example.prompt, sort_keys=True, default=str)
+
+
+def _are_messages(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(isinstance(message, dict) and "role" in message and "content" in message for message in prompt)
+    )
+
+
+def _identity(prompt: Prompt, answer: Any) -> str:
+    return json.dumps([prompt, answer], sort_keys=True, default=str)

@@ -1,0 +1,238 @@
+"""The OpenAI-compatible API for agents of a run: programs that are trained as they are, by the requests that they send.
+
+Each rollout has a key of its own, by which its requests find their session: the session samples with the policy that
+its environment was given (an engine, servers, one pinned version), as the lesson says, and keeps what was sampled,
+token by token. An agent's own temperature, top-p and the like are not followed, since log-probabilities must be of the
+distribution that is trained; its limit of tokens and its stop strings are. A key is of no use before and after its
+rollout.
+
+The server listens on this machine alone. It starts with the first session of a process, which loads JAX there, and ends
+with its owner. Not covered: agents on other machines.
+"""
+
+import hmac
+import secrets
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.inference.codec import largest_body_bytes
+from penstock.inference.config import EngineConfig, InferenceConfig
+from penstock.inference.sequence import GenerationRequest
+from penstock.types import (
+    SAMPLING_FIELDS,
+    AgentSession,
+    Completion,
+    ConfigError,
+    Decoding,
+    EnvironmentFailure,
+    InferenceContext,
+    NoProgressError,
+    Stopped,
+    TextCodec,
+    WeightVersion,
+    fold,
+)
+
+if TYPE_CHECKING:
+    from penstock.inference.http_server import HttpServer
+
+MOST_AT_ONCE = 256
+"""Requests of all agents of a process that are sampled at the same time."""
+_MOST_WAITING = 1024
+
+
+class AgentEndpoint:
+    """Where the agents of one process ask; any number of threads may open sessions.
+
+    Args:
+        config: Limits of the engine that is asked in the end.
+        tokenizer: The policy's, which renders conversations.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: TextCodec) -> None:
+        self.config = config
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._server: HttpServer | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._sessions: dict[bytes, ASGIApp] = {}
+
+    @classmethod
+    def of(cls, config: EngineConfig, tokenizer: TextCodec) -> "AgentEndpoint | None":
+        """One, where the configuration opens it (`InferenceConfig.endpoint`)."""
+        return cls(config, tokenizer) if isinstance(config, InferenceConfig) and config.endpoint else None
+
+    def open(self, context: InferenceContext, decoding: Decoding, seed: int) -> AgentSession:
+        """A session of one rollout, with a key that is valid until it is closed.
+
+        Args:
+            context: Asked for every answer.
+            decoding: How to sample; `max_output_tokens` bounds each answer.
+            seed: Decides the noise, with the number of a request.
+
+        Raises:
+            Stopped: the endpoint was closed.
+        """
+        from penstock.inference.server import generation_app  # loads JAX, which a worker without agents does not need
+
+        with self._lock:
+            server, threads = self._started()
+            session = _Session(self, context, decoding, seed, f"{server.url}/v1", threads)
+            self._sessions[_authorization(session.api_key)] = generation_app(session, self._tokenizer)
+        return session
+
+    def forget(self, session: "_Session") -> None:
+        """Its key is unknown from here on."""
+        with self._lock:
+            self._sessions.pop(_authorization(session.api_key), None)
+
+    def close(self) -> None:
+        """Ends the server; what is still asked fails."""
+        with self._lock:
+            server, threads = self._server, self._threads
+            self._server = self._threads = None
+            self._sessions.clear()
+        if server is not None and threads is not None:
+            server.stop()
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _started(self) -> "tuple[HttpServer, ThreadPoolExecutor]":
+        if self._server is None or self._threads is None:
+            from penstock.inference.http_server import HttpServer
+
+            server = HttpServer(self._app(), stop_timeout_s=1.0)
+            server.start()
+            self._server, self._threads = server, ThreadPoolExecutor(MOST_AT_ONCE, "agent-request")
+        return self._server, self._threads
+
+    def _app(self) -> ASGIApp:
+        from penstock.inference.access import BearerToken, BoundedPosts, KnownHost
+
+        most_bytes = largest_body_bytes(self.config.max_seq_len, self._tokenizer.vocab_size)
+        bounded = BoundedPosts(self._answer, most_bytes=most_bytes, most_unanswered=_MOST_WAITING)
+        return KnownHost(BearerToken(bounded, knows=self._knows), host="127.0.0.1")
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request with a known key, by the session of that key."""
+        from penstock.inference.schema import ApiError
+
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        app = self._sessions.get(authorization)
+        if app is None:  # closed since it was let in
+            app = ApiError(401, "the rollout of this key is over", code="invalid_api_key").response()
+        await app(scope, receive, send)
+
+    def _knows(self, authorization: bytes) -> bool:
+        """Compared with every key in constant time."""
+        return sum([hmac.compare_digest(authorization, known) for known in list(self._sessions)]) > 0
+
+
+def _authorization(key: str) -> bytes:
+    return f"Bearer {key}".encode()
+
+
+class _Session:
+    """Implements `AgentSession` for an environment, and `Answering` for the API."""
+
+    version = WeightVersion(-1, 0)  # of no lineage: an agent's requests wait for no version
+
+    def __init__(
+        self,
+        endpoint: AgentEndpoint,
+        context: InferenceContext,
+        decoding: Decoding,
+        seed: int,
+        base_url: str,
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        self.base_url, self.api_key = base_url, secrets.token_urlsafe(32)
+        self.config = endpoint.config
+        self.overridden = 0
+        self._endpoint, self._context, self._threads = endpoint, context, threads
+        self._decoding, self._seed = decoding, seed
+        self._changed = threading.Condition()
+        self._turn = threading.Lock() if context.ordered else nullcontext()
+        self._asked = self._running = 0
+        self._closed = False
+        self._answers: dict[int, list[Completion]] = {}
+        self._failure: Exception | None = None
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
+        """Asks the policy, as the lesson says, in threads of the endpoint's.
+
+        Raises:
+            Stopped: the rollout is over.
+        """
+        with self._changed:
+            if self._closed:
+                raise Stopped("the rollout of this key is over")
+            first, self._asked = self._asked, self._asked + len(requests)
+            self._running += len(requests)
+            self.overridden += sum(self._differs(request.decoding) for request in requests)
+        futures = [
+            self._threads.submit(self._answer, number, request) for number, request in enumerate(requests, start=first)
+        ]
+        for future in futures:
+            future.add_done_callback(self._end)
+        return futures
+
+    def close(self) -> list[Completion]:
+        """What was sampled so far, in the order of the requests; the key is worth nothing from here on.
+
+        Raises:
+            PenstockError: asking the policy failed for a reason that is not the agent's.
+        """
+        self._endpoint.forget(self)
+        with self._changed:
+            self._closed = True
+            found = [completion for number in sorted(self._answers) for completion in self._answers[number]]
+            limit_s = self.config.request_timeout_s
+            if not self._changed.wait_for(lambda: not self._running, limit_s):
+                raise NoProgressError(f"an agent's last request was not answered within {limit_s:g} s")
+            if self._failure is not None:
+                raise self._failure
+        return found
+
+    def _answer(self, number: int, request: GenerationRequest) -> list[Completion]:
+        try:
+            with self._turn:
+                (answers,) = self._context.generate(
+                    [request.prompt], request.n, self._lessons(request.decoding), [fold(self._seed, "request", number)]
+                )
+        except (EnvironmentFailure, ConfigError):  # such as a prompt that is too long: the agent is told
+            raise
+        except Exception as error:
+            self._failure = self._failure or error
+            raise
+        with self._changed:
+            self._answers[number] = answers
+        return answers
+
+    def _lessons(self, asked: Decoding) -> Decoding:
+        own = self._decoding
+        stops = dict.fromkeys((*(own.stop_token_ids or self._context.tokenizer.stop_token_ids), *asked.stop_token_ids))
+        return replace(
+            own,
+            max_output_tokens=min(own.max_output_tokens, asked.max_output_tokens),
+            stop_token_ids=tuple(stops),
+            stop_strings=tuple(dict.fromkeys((*own.stop_strings, *asked.stop_strings))),
+        )
+
+    def _differs(self, asked: Decoding) -> bool:
+        """Whether a request wants to be sampled otherwise than the lesson says; what it leaves out, it does not."""
+        wanted = ((getattr(asked, name), getattr(self._decoding, name), name) for name in SAMPLING_FIELDS)
+        return any(value != getattr(_ABSENT, name) and value != own for value, own, name in wanted)
+
+    def _end(self, _: Future[list[Completion]]) -> None:
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+
+_ABSENT = Decoding()

@@ -1,0 +1,270 @@
+"""Prefill and decoding as pure functions: of served weights, a key-value cache, and what each row asks for.
+
+Both compose `Layer.project` and `Layer.finish` with the cache, so that the equations are the learner's. Layers are
+unrolled over unstacked weights: scanning stacked ones would copy every layer out of the stack at each step. A prompt's
+last token is not prefilled but decoded: its step samples the first token of the response. So prefill needs no output
+head, n samples of one prompt differ from their first own step on, and all sampling is in one place. A row that stops
+inside a dispatch emits nothing more; the dispatch ends early when no row is left. What only moves cached entries about
+is a function of one array, the same small program for every layer: for all arrays in one program, XLA would compile as
+many copies of it.
+
+*Cache.* One array of keys and one of values per layer, (slot, kv head, position, head dim). That layout makes both
+attention products contiguous; separate arrays per layer let a donated decode step update each in place. A slot's entry
+at position t is meaningful only below the slot's length; whatever lies beyond is finite and masked by the reader. The
+length of the arrays (the window) follows the longest live sequence. Paging is not covered: every slot has the same
+window.
+
+*Attention of a decode step* reads the whole window of every slot at once (``dense``), or of the slots that its rows
+name only the pages that they have filled (``pages``). Which one is fixed when a program is compiled.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from penstock.inference.dispatch import DeviceSamples, SlotRows
+from penstock.inference.sampling import sample, uniforms
+from penstock.model.arrays import joined_digests, lower_digests, named_leaves
+from penstock.model.language import Decoder, Layer, ModelConfig, Segments, grouped_attention, rotary_tables
+from penstock.model.language.attention import Pages, attention, paged_attention
+from penstock.model.language.attention_choice import AttentionKernel
+from penstock.model.language.decoder import stack_names
+
+DecodeKernel = Literal["dense", "pages"]
+"""What computes the attention of a decode step."""
+
+
+class KVCache(eqx.Module):
+    """Keys and values of every slot, layer by layer."""
+
+    keys: tuple[Float[Array, "slots kv_heads window head_dim"], ...]
+    values: tuple[Float[Array, "slots kv_heads window head_dim"], ...]
+
+    @property
+    def window(self) -> int:
+        """Positions that fit."""
+        return self.keys[0].shape[2]
+
+    @property
+    def slots(self) -> int:
+        """Sequences that fit."""
+        return self.keys[0].shape[0]
+
+
+def create_cache(config: ModelConfig, slots: int, window: int) -> KVCache:
+    """A cache of zeros in the model's dtype."""
+    shape = (slots, config.num_key_value_heads, window, config.head_dim)
+    layers = range(config.num_hidden_layers)
+    return KVCache(
+        keys=tuple(jnp.zeros(shape, config.dtype) for _ in layers),
+        values=tuple(jnp.zeros(shape, config.dtype) for _ in layers),
+    )
+
+
+def append(
+    cached: Float[Array, "slots kv_heads window head_dim"],
+    entry: Float[Array, "rows kv_heads head_dim"],
+    slots: Int32[Array, " rows"],
+    positions: Int32[Array, " rows"],
+) -> Float[Array, "slots kv_heads window head_dim"]:
+    """Writes one entry per row into its slot, at its own position; a position beyond the window writes nothing."""
+    return cached.at[slots, :, positions].set(entry, mode="drop")
+
+
+def resize(
+    cached: Float[Array, "slots kv_heads window head_dim"], window: int
+) -> Float[Array, "slots kv_heads _ head_dim"]:
+    """An array of the cache with another window: zeros are added at its end, or its end is cut off."""
+    extra = window - cached.shape[2]
+    return jnp.pad(cached, ((0, 0), (0, 0), (0, extra), (0, 0))) if extra > 0 else cached[:, :, :window]
+
+
+def insert(
+    cached: Float[Array, "slots kv_heads window head_dim"],
+    prefilled: Float[Array, "rows kv_heads length head_dim"],
+    source: Int32[Array, " slots"],
+) -> Float[Array, "slots kv_heads window head_dim"]:
+    """Copies prefilled prompts into slots; the n samples of a prompt all name the same row.
+
+    Args:
+        cached: An array of the cache; its window is at least the prefill's.
+        prefilled: The same array of the prefill's cache, whose slots are its rows.
+        source: For each slot the row it takes; −1 leaves the slot as it is.
+    """
+    kept = cached[:, :, : prefilled.shape[2]]
+    head = jnp.where((source >= 0)[:, None, None, None], prefilled[jnp.maximum(source, 0)], kept)
+    return jax.lax.dynamic_update_slice(cached, head, (0, 0, 0, 0))
+
+
+def fork(
+    cached: Float[Array, "slots kv_heads window head_dim"], source: Int32[Array, " slots"]
+) -> Float[Array, "slots kv_heads window head_dim"]:
+    """Every slot takes the content of the slot that `source` names; its own number changes nothing."""
+    return cached[source]
+
+
+class ServedWeights(eqx.Module):
+    """A decoder's parameters as the engine uses them.
+
+    Attributes:
+        ends: A decoder of no layers: embedding, final norm and output matrix, shared with the published decoder.
+        layers: One unstacked layer each.
+        scores_via: Where the parameters are split over several devices: the placements that scores take one after
+            the other, first as the output matrix lies (or XLA gathers the matrix), then whole. Empty on one device.
+    """
+
+    ends: Decoder
+    layers: tuple[Layer, ...]
+    scores_via: tuple[NamedSharding, ...] = eqx.field(static=True, default=())
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> "ServedWeights":
+        """Unstacks the layers, once per weight version; those beside an adapter stay where they are."""
+        return cls(dataclasses.replace(decoder, layers=(), adapter=None), decoder.layers_apart())
+
+    def scores(self, x: Float[Array, "slots hidden"]) -> Float32[Array, "slots vocab"]:
+        """Logits from the last layer's residual stream, whole on every device, where each of them then samples."""
+        logits = self.ends.logits(self.ends.normalise(x))
+        return functools.reduce(lax.with_sharding_constraint, self.scores_via, logits)
+
+    def digests(self) -> dict[str, str]:
+        """Of what lies here, by the names of the decoder's arrays: equal to `decoder_digests` of what is served."""
+        return joined_digests([(0, named_leaves(self.ends)), *enumerate(map(self._named, self.layers))])
+
+    def lower_digests(self) -> dict[str, Callable[[], Any]]:
+        """The programs of `digests`, by what they read."""
+        return {
+            "digests, embedding and norm": lambda: lower_digests(named_leaves(self.ends)),
+            "digests, one layer": lambda: lower_digests(self._named(self.layers[0])),
+        }
+
+    @staticmethod
+    def _named(layer: Layer) -> dict[str, Array]:
+        return stack_names(named_leaves(layer))
+
+
+class _Progress(NamedTuple):
+    step: Int32[Array, ""]
+    cache: KVCache
+    tokens: Int32[Array, " rows"]
+    emitted: DeviceSamples
+    live: Bool[Array, " rows"]
+
+
+def decode(
+    weights: ServedWeights, cache: KVCache, rows: SlotRows, steps: int, kernel: DecodeKernel = "dense"
+) -> tuple[KVCache, DeviceSamples]:
+    """Runs up to `steps` decode steps for every live row.
+
+    Args:
+        weights: What is served.
+        cache: Of all slots.
+        rows: One per slot and in their order for ``dense``; any slots, each once, for ``pages``.
+        steps: Of one dispatch.
+        kernel: What computes attention.
+    """
+    count = rows.tokens.shape[0]
+    reach = jnp.where(rows.budget > 0, rows.positions + jnp.minimum(rows.budget, steps), 0)
+    pages = Pages.of(reach, cache.window) if kernel == "pages" else None
+
+    def unfinished(progress: _Progress) -> Bool[Array, ""]:
+        return (progress.step < steps) & jnp.any(progress.live)
+
+    def advance(progress: _Progress) -> _Progress:
+        positions = rows.positions + progress.emitted.count
+        now = rows._replace(tokens=progress.tokens, positions=positions)
+        cache, logits = decode_step(weights, progress.cache, now, progress.live, pages)
+        noise = uniforms(rows.seeds, positions)
+        tokens, logprobs = sample(logits, noise, **rows.sampling)
+        return _record(progress, cache, rows, tokens, logprobs)
+
+    nothing = DeviceSamples(
+        jnp.zeros((steps, count), jnp.int32), jnp.zeros((steps, count)), jnp.zeros(count, jnp.int32)
+    )
+    start = _Progress(jnp.int32(0), cache, rows.tokens, nothing, rows.budget > 0)
+    end = lax.while_loop(unfinished, advance, start)
+    return end.cache, end.emitted
+
+
+def _record(
+    progress: _Progress,
+    cache: KVCache,
+    rows: SlotRows,
+    tokens: Int32[Array, " rows"],
+    logprobs: Float32[Array, " rows"],
+) -> _Progress:
+    """Adds one step's tokens, and ends the rows that stop with them."""
+    step, emitted = progress.step, progress.emitted
+    count = emitted.count + progress.live
+    stopped = jnp.any(tokens[:, None] == rows.stop_token_ids, axis=1)
+    written = DeviceSamples(emitted.tokens.at[step].set(tokens), emitted.logprobs.at[step].set(logprobs), count)
+    return _Progress(step + 1, cache, tokens, written, progress.live & ~stopped & (count < rows.budget))
+
+
+def decode_step(
+    weights: ServedWeights, cache: KVCache, rows: SlotRows, live: Bool[Array, " rows"], pages: Pages | None = None
+) -> tuple[KVCache, Float32[Array, "rows vocab"]]:
+    """Adds one token per live row to the cache and scores the next one.
+
+    Args:
+        weights: What is served.
+        cache: Of all slots.
+        rows: Newest tokens, their positions, and the slots where the rows lie.
+        live: Whose tokens are added.
+        pages: What attention reads; None: all of the cache, whose slots the rows then are.
+    """
+    ends = weights.ends
+    windows = ends.config.windows
+    tables = {window: rotary_tables(ends.config, rows.positions, window) for window in dict.fromkeys(windows)}
+    targets = jnp.where(live, rows.positions, cache.window)  # beyond the window: a row that is not live writes nothing
+    attend = functools.partial(_attend, rows, pages, cache.window)
+    x = ends.embed(rows.tokens)
+    keys, values = [], []
+    for layer, window, cached_keys, cached_values in zip(
+        weights.layers, windows, cache.keys, cache.values, strict=True
+    ):
+        query, key, value = layer.project(x, *tables[window])
+        keys.append(append(cached_keys, key, rows.slots, targets))
+        values.append(append(cached_values, value, rows.slots, targets))
+        x = layer.finish(x, attend(query, keys[-1], values[-1], window))
+    return KVCache(tuple(keys), tuple(values)), weights.scores(x)
+
+
+def _attend(
+    rows: SlotRows, pages: Pages | None, length: int, query: Array, keys: Array, values: Array, window: int | None
+) -> Float[Array, "rows heads head_dim"]:
+    if pages is not None:
+        return paged_attention(query, keys, values, rows.slots, rows.positions, pages, window)
+    return grouped_attention(query[:, None], keys, values, _seen(rows.positions, length, window))[:, 0]
+
+
+def _seen(positions: Int32[Array, " slots"], length: int, window: int | None) -> Bool[Array, "slots 1 length"]:
+    """Which entries of the cache a slot's newest token sees in a layer with that attention window."""
+    entries, newest = jnp.arange(length), positions[:, None]
+    seen = entries <= newest
+    return (seen if window is None else seen & (entries > newest - window))[:, None, :]
+
+
+def prefill(weights: ServedWeights, tokens: Int32[Array, "rows length"], kernel: AttentionKernel = "dense") -> KVCache:
+    """Keys and values of padded prompts. Those at padding mean nothing; decoding overwrites before reading them."""
+    rows, length = tokens.shape
+    positions, config = jnp.broadcast_to(jnp.arange(length), (rows, length)), weights.ends.config
+    tables = {window: rotary_tables(config, positions, window) for window in dict.fromkeys(config.windows)}
+    whole_rows = Segments.of(np.ones((rows, length)), most=1)
+    x: Float[Array, "rows length hidden"] = weights.ends.embed(tokens)
+    keys, values = [], []
+    for layer, window in zip(weights.layers, config.windows, strict=True):
+        query, key, value = layer.project(x, *tables[window])
+        keys.append(key.transpose(0, 2, 1, 3))
+        values.append(value.transpose(0, 2, 1, 3))
+        x = layer.finish(x, attention(query, key, value, whole_rows, kernel, window))
+    return KVCache(tuple(keys), tuple(values))

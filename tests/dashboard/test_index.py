@@ -1,0 +1,200 @@
+import threading
+
+import duckdb
+import pytest
+
+from penstock.dashboard import index as module
+from penstock.dashboard.index import AGE, RunIndex
+from penstock.rundir import JsonLinesLog, RunDirectory, write_examples, write_records
+from penstock.rundir.parquet import replacing, write_parquet
+from penstock.rundir.rollout_rows import table_from_records
+from tests.dashboard.sample_run import example, group, write_run
+
+STATES = """
+SELECT coalesce(state, 'waiting') AS state, count(*) AS n, count(part) AS stored FROM rollouts GROUP BY 1 ORDER BY 1
+"""
+
+
+def read(index):
+    return list(index.read_on())
+
+
+@pytest.fixture
+def directory(tmp_path) -> RunDirectory:
+    return write_run(tmp_path / "run")
+
+
+@pytest.fixture
+def index(directory, tmp_path):
+    made = RunIndex(directory, tmp_path / "cache")
+    read(made)
+    yield made
+    made.close()
+
+
+def test_every_rollout_has_one_row_the_aborted_without_a_place_too(index):
+    assert index.rows(STATES) == [
+        {"state": "aborted", "n": 2, "stored": 0},
+        {"state": "stale_step", "n": 2, "stored": 2},
+        {"state": "trained", "n": 8, "stored": 8},
+        {"state": "waiting", "n": 4, "stored": 4},
+    ]
+
+
+def test_steps_are_those_of_the_metrics_and_ages_those_of_the_update(index):
+    rows = index.rows(
+        f"""SELECT g.group_id, min(r.step) AS step, max({AGE}) AS age, max(r.advantage) AS most,
+               any_value(r.reason) AS why
+        FROM rollouts r JOIN groups g USING (g) GROUP BY 1 ORDER BY 1"""
+    )
+    found = {row["group_id"]: row for row in rows}
+    assert found["cats-0-0"]["step"] == 1 and found["cats-0-0"]["age"] == 0  # update 0 made version 1 of version 0
+    assert found["cats-0-0"]["most"] == pytest.approx(0.5)
+    assert found["tools-0-0"]["step"] == 2 and found["tools-0-0"]["most"] is None  # a row that several share says none
+    assert found["cats-0-10"]["step"] == 3  # in the batch of the update that is being computed
+    assert found["cats-0-3"]["step"] == 2 and found["cats-0-3"]["age"] == 2
+    assert found["cats-0-3"]["why"] == "weight step 0 is too old"
+    assert found["cats-0-5"]["why"] == "the update waited too long"
+    assert found["cats-0-2"]["step"] is None and found["cats-0-2"]["most"] is None
+
+
+def decide(directory, rollout_id, fate, step, reason="why", lineage=0):
+    log = JsonLinesLog(directory.fates_path)
+    log.append(
+        {"rollout_id": rollout_id, "fate": fate, "reason": reason, "step": step, "lineage": lineage, "time": 9.0}
+    )
+    log.close()
+
+
+def test_a_second_look_reads_nothing_and_a_new_line_only_itself(index, directory):
+    version = index.version
+    assert read(index) == []
+    decide(directory, "cats-0-2/0", "filtered", 2)
+    assert len(read(index)) == 1 and index.version > version
+    assert index.rows("SELECT count(*) AS n FROM rollouts WHERE state = 'filtered'") == [{"n": 1}]
+
+
+def test_it_goes_on_where_the_last_one_ended_and_is_made_again_when_deleted(directory, tmp_path):
+    cache = tmp_path / "cache"
+    first = RunIndex(directory, cache)
+    read(first)
+    before = first.rows(STATES)
+    first.close()
+    again = RunIndex(directory, cache)
+    assert read(again) == [] and again.rows(STATES) == before
+    again.close()
+    for path in cache.iterdir():
+        path.write_bytes(b"no DuckDB")
+    anew = RunIndex(directory, cache)
+    assert read(anew) and anew.rows(STATES) == before
+    anew.close()
+
+
+def test_another_version_of_the_tables_is_made_again(directory, tmp_path, monkeypatch):
+    first = RunIndex(directory, tmp_path)
+    read(first)
+    before = first.rows(STATES)
+    first.close()
+    monkeypatch.setattr(module, "VERSION", 99)
+    again = RunIndex(directory, tmp_path)
+    assert read(again) and again.rows(STATES) == before
+    again.close()
+
+
+def test_a_merged_part_takes_the_places_over_while_the_old_ones_are_there_and_after(index, directory):
+    old = sorted(directory.rollouts.iterdir())
+    records = group("cats-0-0", [("dog", 0.0), ("cat cat", 0.5), ("cat", 1.0), ("cat", 1.0)])
+    records += group("cats-0-3", [("dog", 0.0), ("cat", 1.0)])
+    table = table_from_records(records)
+    names = [old[0].name]
+    write_parquet(directory.rollouts / "part-z.parquet", table.cast(replacing(table.schema, names)))
+    before = index.rows(STATES)
+    read(index)
+    assert index.rows(STATES) == before
+    assert {row["name"] for row in index.part_of("cats-0-0")} == {"rollouts/part-z.parquet"}
+    old[0].unlink()
+    read(index)
+    assert index.rows(STATES) == before
+
+
+def test_what_has_expired_keeps_its_row_without_a_place(index, directory):
+    (directory.rollouts / "part-a.parquet").unlink()
+    read(index)
+    assert [row["name"] for row in index.part_of("cats-0-0")] == [None] * 4
+    assert [row["reward"] for row in index.part_of("cats-0-0")] == [0.0, 0.5, 1.0, 1.0]
+
+
+def test_a_part_that_cannot_be_read_is_named_and_the_others_are_there(directory, tmp_path):
+    (directory.rollouts / "part-b.parquet").write_bytes(b"PAR1 half")
+    index = RunIndex(directory, None)
+    read(index)
+    assert list(index.damaged) == ["rollouts/part-b.parquet"] and "part-b" in index.damaged["rollouts/part-b.parquet"]
+    assert len(index.part_of("cats-0-0")) == 4
+    index.close()
+
+
+def test_a_resume_takes_back_the_advantages_of_updates_that_do_not_count(index, directory):
+    (directory.path / "lineages.jsonl").write_text('{"lineage": 1, "parent": 0, "step": 1, "time": 9.0}\n')
+    for position in range(2):
+        decide(directory, f"cats-0-1/{position}", "rolled_back", 1, lineage=1)
+    read(index)
+    rows = index.rows(
+        """SELECT group_id, max(advantage) AS most, max(step) AS step, any_value(state) AS state
+        FROM rollouts JOIN groups USING (g) GROUP BY 1"""
+    )
+    found = {row["group_id"]: row for row in rows}
+    assert found["cats-0-1"] == {"group_id": "cats-0-1", "most": None, "step": 1, "state": "rolled_back"}
+    assert found["cats-0-0"]["most"] == pytest.approx(0.5)
+    assert found["cats-0-10"] == {"group_id": "cats-0-10", "most": None, "step": None, "state": None}  # it waits again
+
+
+def test_nothing_is_written_into_the_run(directory, tmp_path):
+    def seen():
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in directory.path.rglob("*")}
+
+    before = seen()
+    index = RunIndex(directory, tmp_path / "cache")
+    read(index)
+    index.close()
+    assert seen() == before
+
+
+def test_where_another_has_the_file_open_it_is_made_in_memory(directory, tmp_path, monkeypatch):
+    def locked(path):
+        if path is not None:
+            raise duckdb.IOException('Could not set lock on file "x": Conflicting lock is held')
+        return original(path)
+
+    original = module._connected
+    monkeypatch.setattr(module, "_connected", locked)
+    index = RunIndex(directory, tmp_path)
+    assert index.where.startswith("in memory (") and "lock" in index.where
+    assert read(index)
+    index.close()
+
+
+def test_it_can_be_asked_while_it_is_read(directory):
+    index = RunIndex(directory, None)
+    counts: list[int] = []
+    done = threading.Event()
+
+    def ask():
+        while not done.is_set():
+            counts.append(index.rows("SELECT count(*) AS n FROM rollouts")[0]["n"])
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    for number in range(20):
+        write_records(directory.rollouts / f"part-m{number}.parquet", group(f"cats-1-{number}", [("cat", 1.0)]))
+        read(index)
+    done.set()
+    asking.join(10)
+    assert counts == sorted(counts) and index.rows("SELECT count(*) AS n FROM rollouts") == [{"n": 36}]
+    index.close()
+
+
+def test_a_rollout_trained_twice_has_its_last_advantage(index, directory):
+    records = group("cats-0-0", [("dog", 0.0)])
+    write_examples(directory.batches / "batch_5_9.parquet", [example(records, [9.0])], "batch_5_9", 5, 0)
+    read(index)
+    assert index.part_of("cats-0-0")[0]["advantage"] == pytest.approx(9.0)

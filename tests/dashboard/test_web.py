@@ -1,0 +1,373 @@
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from penstock.dashboard import DashboardSettings, serve_dashboard
+from penstock.dashboard.observation import ObservedRuns
+from penstock.dashboard.pages import MARKS
+from penstock.dashboard.web import CONTENT_SECURITY_POLICY, Queries, create_dashboard, static_files
+from penstock.rundir import EventLog, MetricsLog
+from penstock.types import ConfigError, RunDirectoryError
+from tests.dashboard.sample_run import HOSTILE, write_run
+
+TOKEN = "a-secret-of-more-than-8"
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("mine", "other"):
+        directory = write_run(folder / name)
+        metrics = MetricsLog(directory.metrics_path)
+        for step in (1, 2):
+            metrics.append(
+                step, {"train/loss": step / 4, "train/reward_mean": step / 2, "inference/tokens_total": 50 * step}
+            )
+        metrics.close()
+        events = EventLog(directory.events_path)
+        events.append("start", step=0, pid=1, lineage=0)
+        events.append("component_death", step=1, component="rollout-0", reason="<script>alert(1)</script>\x1b[2J")
+        events.close()
+    (folder / "no run").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(parent):
+    made = ObservedRuns(parent)
+    for run in made.all():
+        run.catch_up()
+    yield made
+    made.__exit__(None, None, None)
+
+
+@pytest.fixture
+def client(runs):
+    return TestClient(create_dashboard(runs, DashboardSettings()), base_url="http://127.0.0.1")
+
+
+def get(client, path, **words):
+    answer = client.get(path, params=words)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_all_runs_of_a_folder_are_listed_and_other_folders_are_not(client):
+    listed = get(client, "/api/runs")["runs"]
+    assert [run["name"] for run in listed] == ["mine", "other"]
+    assert listed[0]["step"] == 2 and listed[0]["steps"] == 10 and listed[0]["kind"] == "language"
+    assert listed[0]["generated"] == 100 and listed[0]["spark"] == [0.5, 1.0] and listed[0]["problem"] == ""
+
+
+def test_a_run_says_what_it_is_at_and_marks_events(client):
+    page = get(client, "/api/runs/mine")
+    assert page["metrics"] == ["inference/tokens_total", "train/loss", "train/reward_mean"]
+    assert [mark[:2] for mark in page["marks"]] == [["start", 0], [MARKS["component_death"], 1]]
+    assert page["events"][-1]["reason"] == "<script>alert(1)</script>\\x1b[2J"
+
+
+def test_curves_by_name_and_range(client):
+    curves = get(client, "/api/runs/mine/curves", names="train/loss,none", points=10)["curves"]
+    assert curves["train/loss"]["step"] == [1, 2] and curves["train/loss"]["mean"] == [0.25, 0.5]
+    assert curves["none"]["step"] == []
+    assert get(client, "/api/runs/mine/curves", names="train/loss", **{"from": 2})["curves"]["train/loss"]["step"] == [
+        2
+    ]
+    assert client.get("/api/runs/mine/curves", params={"points": "many"}).json() == {
+        "error": "points is 'many': it must be a whole number"
+    }
+
+
+def test_reward_has_an_interval_over_groups(client):
+    reward = get(client, "/api/runs/mine/reward")
+    assert reward["block"] == 1 and reward["held_out"] == []
+    first, second = reward["trained"]
+    assert first == [1, 0.625, None, None]  # one group alone says nothing of the spread
+    # Two groups of means 0.5 and 0.25: 0.375 ± 12.7062 · 0.176777 / √2.
+    assert second[:2] == [2, 0.375] and second[2] == pytest.approx(0.375 - 1.58828, abs=1e-4)
+
+
+def test_the_ledger_counts_every_rollout_once_with_reasons(client):
+    page = get(client, "/api/runs/mine/ledger")
+    counts = {}
+    for flow in page["flows"]:
+        counts[flow["lesson"], flow["state"]] = counts.get((flow["lesson"], flow["state"]), 0) + flow["rollouts"]
+    assert counts == {
+        ("cats", "trained"): 6, ("cats", "waiting"): 4, ("cats", "stale_step"): 2, ("cats", "aborted"): 2,
+        ("tools", "trained"): 2,
+    }  # fmt: skip
+    assert {(r["state"], r["reason"], r["rollouts"]) for r in page["reasons"]} == {
+        ("stale_step", "weight step … is too old", 2), ("aborted", "the update waited too long", 2),
+    }  # fmt: skip
+    assert page["ages"] == [{"age": 0, "rollouts": 6}, {"age": 1, "rollouts": 2}]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ({}, ["cats-0-2", "cats-0-10", "tools-0-0", "cats-0-1", "cats-0-3", "cats-0-0", "cats-0-5"]),
+        ({"state": "trained"}, ["tools-0-0", "cats-0-1", "cats-0-0"]),
+        ({"state": "waiting", "lesson": "cats"}, ["cats-0-2", "cats-0-10"]),
+        ({"from_step": "2", "to_step": "2"}, ["tools-0-0", "cats-0-1", "cats-0-3"]),
+        ({"max_reward": "-0.1"}, ["tools-0-0"]),
+        ({"min_staleness": "2"}, ["cats-0-3"]),
+        ({"search": "CATS-0-1"}, ["cats-0-10", "cats-0-1"]),
+        ({"finish": "not stored"}, ["cats-0-5"]),
+        ({"order": "reward_low", "state": "trained"}, ["tools-0-0", "cats-0-1", "cats-0-0"]),
+        ({"of": "eval"}, []),
+    ],
+)
+def test_groups_are_filtered_by_their_rollouts(client, words, found):
+    page = get(client, "/api/runs/mine/groups", **words)
+    assert [group["group_id"] for group in page["groups"] if group["group_id"] != "cats-0-4"] == found
+
+
+def test_a_list_comes_in_pieces_with_its_total(client):
+    page = get(client, "/api/runs/mine/groups", offset=2, limit=2, state="trained")
+    assert page["total"] == 3 and page["rollouts"] == 8 and [g["group_id"] for g in page["groups"]] == ["cats-0-0"]
+    assert page["groups"][0]["rewards"] == [0.0, 0.5, 1.0, 1.0] and page["groups"][0]["states"] == ["trained"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ({"min_reward": "x"}, "min_reward is 'x': it must be a number"),
+        ({"order": "drop table"}, "order is 'drop table': it must be one of newest"),
+        ({"of": "both"}, "of is 'both': it must be one of train, eval, all"),
+        ({"min_reward": "nan"}, "min_reward is 'nan': it must be a number below 1e15"),
+    ],
+)
+def test_a_filter_without_meaning_is_refused_in_one_line(client, words, error):
+    answer = client.get("/api/runs/mine/groups", params=words)
+    assert answer.status_code == 400 and answer.json()["error"].startswith(error)
+
+
+def test_a_filter_is_a_value_never_sql(client):
+    assert get(client, "/api/runs/mine/groups", lesson="x' OR true --")["groups"] == []
+
+
+def test_a_group_token_by_token(client):
+    page = get(client, "/api/runs/mine/group", id="tools-0-0")
+    first = page["members"][0]
+    assert [turn["role"] for turn in first["turns"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert first["advantage"] is None and first["uses"] == [[1, 0, 1.5]]  # of a row that two share
+    said = first["turns"][2]["pieces"]
+    assert "".join(piece[0] for piece in said) == "<calc>2*3</calc><|im_end|>"
+    assert said[0][1] == pytest.approx(-0.01, abs=0.2) and said[0][2] == 1.5 and said[0][3] == 1
+    assert all(len(piece) == 1 for piece in first["turns"][3]["pieces"])  # what a tool said was not sampled
+    assert page["neighbours"] == ["cats-0-1", "cats-0-10"]
+
+
+def test_what_a_model_wrote_is_shown_by_its_escapes(client):
+    page = get(client, "/api/runs/mine/group", id="cats-0-2")
+    said = "".join(piece[0] for piece in page["members"][0]["turns"][1]["pieces"])
+    assert "\\x1b[2J" in said and "\\u202e" in said and "\x1b" not in json.dumps(page, ensure_ascii=False)
+    assert HOSTILE.endswith("end") and "\nend" in said
+
+
+def test_a_group_that_was_never_stored_says_so(client):
+    page = get(client, "/api/runs/mine/group", id="cats-0-5")
+    assert page["note"].startswith("not stored") and page["members"][0]["reason"] == "the update waited too long"
+
+
+def test_a_timeline_has_updates_and_bars(client):
+    page = get(client, "/api/runs/mine/timeline")
+    assert {bar["group_id"] for bar in page["bars"]} >= {"cats-0-0", "cats-0-5"}
+    assert [step for step, _ in page["updates"]] == [1, 2]
+    bar = next(bar for bar in page["bars"] if bar["group_id"] == "cats-0-1")
+    assert bar["finished"] == 1001.0
+
+
+def test_an_update_shows_what_it_trained_and_what_would_explain_it(client):
+    page = get(client, "/api/runs/mine/update", step=2)
+    assert {group["group_id"] for group in page["groups"]} == {"cats-0-1", "tools-0-0"}
+    assert page["numbers"]["train/loss"] == [0.5, None, None] and page["dropped"] == [
+        {"state": "stale_step", "rollouts": 2}
+    ]
+    assert "why" in page["commands"][0] and page["commands"][0].endswith("--step 2")
+
+
+def test_lessons_and_fleet_of_a_run_without_either(client):
+    assert [row["lesson"] for row in get(client, "/api/runs/mine/lessons")["lessons"]] == ["cats", "tools"]
+    assert get(client, "/api/runs/mine/fleet")["simulators"] == []
+
+
+def test_a_query_is_answered_and_what_writes_is_refused(client, tmp_path):
+    answer = client.post(
+        "/api/runs/mine/sql", json={"sql": "select state, count(*) n from rollouts group by 1 order by 1"}
+    )
+    assert answer.json() == {
+        "columns": ["state", "n"], "rows": [["stale_step", 2], ["trained", 8], ["training", 2], ["waiting", 2]],
+        "more": False,
+    }  # fmt: skip
+    out = tmp_path / "out.csv"
+    for sql, word in (
+        (f"copy (select 1) to '{out}'", "it must be one statement that reads"),
+        ("select * from read_csv('/etc/passwd')", "cannot be answered"),
+        ("select 1; select 2", "it must be one statement"),
+        ("", "sql must be a query"),
+    ):
+        refused = client.post("/api/runs/mine/sql", json={"sql": sql})
+        assert refused.status_code == 400 and word in refused.json()["error"], refused.text
+    assert not out.exists()
+    assert client.post("/api/runs/mine/sql", content=b"sql=select 1").status_code == 415
+
+
+def test_a_query_without_end_is_ended(runs, monkeypatch):
+    monkeypatch.setattr("penstock.dashboard.web.SQL_S", 0.3)
+    with pytest.raises(ConfigError, match="was ended before it had its answer"):
+        Queries().answer(
+            runs.find("mine"),
+            "select count(*) from range(9999) a, range(9999) b, range(9999) c where a.range + b.range + c.range < 0",
+        )
+
+
+def test_a_query_that_takes_too_much_memory_is_refused(runs):
+    with pytest.raises(ConfigError, match="needs more memory"):
+        Queries().answer(runs.find("mine"), "select list(range) from range(500000000)")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/api/runs/none", "/api/runs/..%2F..%2Fetc", "/api/runs/no%20run", "/static/..%2fweb.py", "/static/none.js",
+     "/etc/passwd", "/api/runs/mine/film?name=..%2Fconfig.yaml"],
+)  # fmt: skip
+def test_nothing_that_is_asked_for_becomes_a_path(client, path):
+    assert client.get(path).status_code in (400, 404)
+
+
+def test_every_answer_carries_the_policy_and_the_page_has_no_code_of_its_own(client):
+    for path in ("/", "/api/runs", "/static/app.js", "/api/runs/none"):
+        headers = client.get(path).headers
+        assert headers["content-security-policy"] == CONTENT_SECURITY_POLICY
+        assert headers["x-content-type-options"] == "nosniff"
+    page = client.get("/").text
+    assert (
+        re.findall(r"<script(?![^>]*src=)", page) == []
+        and "style=" not in page
+        and " on" not in page.split("<body>")[1]
+    )
+
+
+def test_what_ships_is_what_its_hashes_say_and_nothing_sets_markup():
+    import hashlib
+
+    files = static_files()
+    for digest, name in re.findall(r"^([0-9a-f]{64})  (\S+)$", files["README.txt"].decode(), re.MULTILINE):
+        assert hashlib.sha256(files[name]).hexdigest() == digest
+    ours = {name: text.decode() for name, text in files.items() if name.endswith(".js") and name != "uplot.js"}
+    assert len(ours) == 7
+    for name, text in ours.items():
+        for word in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacent",
+            "document.write",
+            "eval(",
+            "new Function",
+            "http:",
+            "https:",
+        ):
+            assert word not in text.replace("http://www.w3.org/2000/svg", ""), f"{name} has {word}"
+
+
+def test_other_names_for_this_machine_are_not_answered(client):
+    assert client.get("/api/runs", headers={"host": "evil.example"}).status_code == 421
+
+
+class TestToken:
+    @pytest.fixture
+    def client(self, runs):
+        return TestClient(
+            create_dashboard(runs, DashboardSettings(token=TOKEN)), base_url="http://a.host", follow_redirects=False
+        )
+
+    def test_without_it_nothing_is_answered(self, client):
+        for path in ("/", "/api/runs", "/static/app.js", "/?token=wrong-one-indeed"):
+            answer = client.get(path)
+            assert answer.status_code == 401 and "token" in answer.text
+        assert client.get("/health").text == "ok"
+
+    def test_it_is_shown_once_and_does_not_stay_in_the_address(self, client):
+        answer = client.get("/", params={"token": TOKEN})
+        assert answer.status_code == 303 and answer.headers["location"] == "/"
+        cookie = answer.headers["set-cookie"]
+        assert "HttpOnly" in cookie and "SameSite=strict" in cookie and TOKEN not in cookie
+        assert client.get("/api/runs").status_code == 200
+        client.cookies.clear()
+        assert client.get("/api/runs").status_code == 401
+
+    def test_programs_show_it_as_everywhere(self, client):
+        assert client.get("/api/runs", headers={"authorization": f"Bearer {TOKEN}"}).status_code == 200
+        assert client.get("/api/runs", headers={"authorization": f"Bearer {TOKEN}x"}).status_code == 401
+
+    def test_over_tls_the_cookie_goes_over_tls_only(self, runs, tmp_path):
+        settings = DashboardSettings(token=TOKEN, tls_cert=tmp_path / "c", tls_key=tmp_path / "k")
+        client = TestClient(create_dashboard(runs, settings), follow_redirects=False)
+        assert "Secure" in client.get("/", params={"token": TOKEN}).headers["set-cookie"]
+
+
+def test_other_machines_need_a_token_of_some_length():
+    with pytest.raises(ConfigError, match="--host 0.0.0.0 can be reached from other machines: set a token"):
+        DashboardSettings(host="0.0.0.0")
+    with pytest.raises(ConfigError, match="the token has 5 characters"):
+        DashboardSettings(token="short")
+    assert TOKEN not in repr(DashboardSettings(token=TOKEN))
+
+
+def test_a_folder_without_runs_is_refused(tmp_path):
+    with pytest.raises(RunDirectoryError, match="is no run directory and holds none"):
+        ObservedRuns(tmp_path)
+
+
+def test_it_serves_a_live_run_and_tells_its_news(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory = write_run(tmp_path / "live")
+    told: list[str] = []
+    stop, ready = threading.Event(), threading.Event()
+
+    def announce(line):
+        told.append(line)
+        ready.set()
+
+    thread = threading.Thread(
+        target=serve_dashboard, args=(tmp_path / "live", DashboardSettings(port=0), announce, stop)
+    )
+    thread.start()
+    try:
+        assert ready.wait(20)
+        url = re.search(r"http://\S+?(?=;)", told[0])[0]
+        with httpx.stream("GET", f"{url}/api/runs/live/stream", timeout=20) as stream:
+            lines = (line for line in stream.iter_lines() if line.startswith("data: "))
+            first = json.loads(next(lines)[6:])
+            metrics = MetricsLog(directory.metrics_path)
+            metrics.append(3, {"train/loss": 9.0})
+            metrics.close()
+            while (news := json.loads(next(lines)[6:]))["progress"] or news["version"] <= first["version"]:
+                pass
+        curves = httpx.get(f"{url}/api/runs/live/curves", params={"names": "train/loss"}).json()["curves"]
+        assert curves["train/loss"]["mean"] == [9.0]
+        assert [path.suffix for path in (tmp_path / "cache" / "penstock").iterdir() if path.suffix == ".duckdb"]
+    finally:
+        stop.set()
+        thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_it_starts_without_jax(parent):
+    code = (
+        "import sys, penstock.dashboard.web, penstock.dashboard.bundle\n"
+        "found = {'jax', 'equinox', 'optax', 'ray', 'torch', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(str(found) if found else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,268 @@
+"""Agents: what they ask becomes the rollout, whatever they are, and what goes wrong is named."""
+
+import sys
+import threading
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from tests.environments import agents_of_tests as agents
+from tests.text.test_chat_templates import directory  # noqa: F401  (a fixture)
+
+from penstock.environments import AgentEnvironment, Example
+from penstock.inference import AgentEndpoint, EngineConfig, ScriptedContext
+from penstock.text import Tokenizer
+from penstock.types import ConfigError, Decoding, EnvironmentFailure, RunFailed
+
+CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
+SHOWN = '\n<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
+"""The same call as the template of the tests writes it."""
+DECODING = Decoding(temperature=0.8, max_output_tokens=200)
+
+
+class Served(ScriptedContext):
+    """Scripted answers, which agents can ask for."""
+
+    def __init__(self, codec, answers, **arguments: Any) -> None:
+        super().__init__(codec, answers, **arguments)
+        self.endpoint = AgentEndpoint(EngineConfig(max_seq_len=4096), codec)
+
+    def session(self, decoding: Decoding, seed: int):
+        self.opened = self.endpoint.open(self, decoding, seed)
+        return self.opened
+
+
+class Asked(AgentEnvironment):
+    examples = tuple(Example(f"p{number}", "What is 6 times 7?", "42") for number in range(20))
+
+
+@pytest.fixture
+def served(directory):  # noqa: F811
+    contexts: list[Served] = []
+
+    def make(answers, ordered=True) -> Served:
+        contexts.append(Served(Tokenizer.load(directory("qwen2.5")), answers, ordered=ordered))
+        return contexts[-1]
+
+    yield make
+    for context in contexts:
+        context.endpoint.close()
+
+
+def play(context: Served, environment: AgentEnvironment, n: int = 1):
+    groups, metrics = environment.sample(context, 1, n, DECODING, 3, "train")
+    return groups[0].rollouts, metrics
+
+
+def contexts_of(rollout, codec) -> list[tuple[str, str]]:
+    """Of each sample what was shown, and what was sampled last."""
+    tokens = np.concatenate([rollout.prompt_tokens, rollout.response_tokens])
+    sampled = np.concatenate([np.zeros(len(rollout.prompt_tokens), bool), rollout.response_mask])
+    found = []
+    for start, stop in zip(rollout.sample_starts, [*rollout.sample_starts[1:], len(tokens)], strict=True):
+        last = start + np.flatnonzero(~sampled[start:stop])[-1] + 1
+        found.append((codec.decode(tokens[start:last], False), codec.decode(tokens[last:stop], False)))
+    return found
+
+
+def test_the_tool_loop_of_the_official_client_is_a_rollout(served):
+    """The template writes a call otherwise than the policy did, so what follows is another sample."""
+    context = served([CALL, "42"])
+    (rollout,), metrics = play(context, Asked(agents.tool_loop))
+    assert (rollout.episode_reward, rollout.token_rewards[-1], rollout.finish_reason) == (1.0, 1.0, "stop")
+    assert (metrics["requests"], metrics["samples"], metrics["overridden"]) == (2.0, 2.0, 2.0)
+    (first, called), (second, answered) = contexts_of(rollout, context.tokenizer)
+    assert called == f"{CALL}<|im_end|>" and answered == "42<|im_end|>"
+    told = "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert second == f"{first}{SHOWN}<|im_end|>\n{told}"
+    assert rollout.response_logprobs[rollout.response_mask].tolist() == [-0.5] * int(rollout.response_mask.sum())
+    decodings = [call.decoding for call in context.calls]
+    assert [(d.temperature, d.max_output_tokens) for d in decodings] == [(0.8, 120)] * 2, "the lesson's, but its limit"
+    assert all(call.n == 1 for call in context.calls) and len({call.seeds[0] for call in context.calls}) == 2
+
+
+def test_requests_that_go_on_with_one_another_token_by_token_are_one_sample(served):
+    context = served(["41", "42"])
+    (rollout,), metrics = play(context, Asked(agents.asking_twice))
+    assert rollout.episode_reward == 1.0 and rollout.sample_starts == (0,)
+    assert (metrics["requests"], metrics["samples"], metrics["overridden"]) == (2.0, 1.0, 0.0)
+    tokens = np.concatenate([rollout.prompt_tokens, rollout.response_tokens])
+    np.testing.assert_array_equal(tokens[: rollout.turns[-1].start], context.calls[1].prompts[0])
+    assert [turn.role for turn in rollout.turns] == ["user", "assistant", "user", "assistant"]
+    said = context.tokenizer.decode(rollout.response_tokens[rollout.response_mask], False)
+    assert said == "41<|im_end|>42<|im_end|>"
+
+
+def test_requests_beside_one_another_are_samples_of_their_own(served):
+    """Two conversations in turns, and two answers to one prompt: by hand, four samples."""
+
+    def branching(base_url, api_key, example):
+        with agents.client(base_url, api_key) as client:
+            a, b = ([{"role": "user", "content": text}] for text in ("A", "B"))
+            for messages in (a, b, a):
+                answer = client.chat.completions.create(model="x", messages=messages)
+                messages += [answer.choices[0].message.model_dump(include={"role", "content"})]
+                messages += [{"role": "user", "content": "go on"}]
+            client.chat.completions.create(model="x", messages=[{"role": "user", "content": "C"}], n=2)
+        return 0.5
+
+    context = served(["a1", "b1", "a2", "c1", "c2"])
+    (rollout,), metrics = play(context, Asked(branching))
+    ends = [said.removesuffix("<|im_end|>") for _, said in contexts_of(rollout, context.tokenizer)]
+    assert ends == ["a2", "b1", "c1", "c2"] and metrics["samples"] == 4.0 and metrics["requests"] == 5.0
+    said = context.tokenizer.decode(rollout.response_tokens[rollout.response_mask])
+    assert said == "a1a2b1c1c2", "each written once, sample by sample"
+
+
+SCRIPT = """
+import json, os, sys, urllib.request
+problem = json.loads(sys.stdin.readline())
+body = {"model": "m", "messages": [{"role": "user", "content": problem["prompt"]}], "stop": "4"}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+    {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"})
+said = json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]["content"]
+print("it said", repr(said))
+print(0.25 if said == problem["answer"] else 0.75)
+print()
+"""
+
+
+def test_a_program_is_given_url_key_and_problem_and_prints_its_reward(served, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # which nothing answers
+    context = served(["42"])
+    (rollout,), _ = play(context, Asked([sys.executable, "-c", SCRIPT]))
+    assert rollout.episode_reward == 0.25
+    assert context.calls[0].decoding.stop_strings == ("4",)
+    assert context.tokenizer.decode(context.calls[0].prompts[0], False).count("What is 6 times 7?") == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("import sys; sys.exit('no harness today')", "ended with exit status 1: no harness today"),
+        ("pass", "printed nothing"),
+        ("print('done')", "the agent's last line is 'done': it must be the reward"),
+        ("print(1.0)", "the agent asked the policy nothing about 'p"),
+        ("import time; time.sleep(60)", "took longer than max_seconds = 0.5"),
+    ],
+)
+def test_a_program_that_fails_fails_its_group_by_name(served, program, message):
+    seconds = 0.5 if "sleep" in program else 60.0
+    with pytest.raises(EnvironmentFailure, match=message):
+        play(served(["42"]), Asked([sys.executable, "-c", program], max_seconds=seconds))
+
+
+def test_a_program_that_is_not_there_is_named(served):
+    with pytest.raises(EnvironmentFailure, match="env_args.agent '/no/agent' cannot be started"):
+        play(served(["42"]), Asked(["/no/agent"]))
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        (lambda url, key, example: 1 / 0, "raised ZeroDivisionError"),
+        (lambda url, key, example: None, "returned None as reward 0"),
+        (lambda url, key, example: threading.Event().wait(), "took longer than max_seconds = 0.5"),
+    ],
+)
+def test_a_function_that_fails_fails_its_group_by_name(served, agent, message):
+    with pytest.raises(EnvironmentFailure, match=message):
+        play(served(["42"]), Asked(agent, max_seconds=0.5 if "longer" in message else 60.0))
+
+
+def test_an_answer_is_scored_where_the_class_has_a_score(served):
+    class Scored(Asked):
+        def score(self, example, answer):
+            return len(answer) / 10
+
+    def agent(url, key, example):
+        with agents.client(url, key) as client:
+            return client.completions.create(model="m", prompt="x").choices[0].text
+
+    (rollout,), _ = play(served(["42"]), Scored(agent))
+    assert rollout.episode_reward == pytest.approx(0.2)
+
+
+def test_a_key_is_good_for_its_rollout_alone(served):
+    kept = {}
+
+    def agent(url, key, example):
+        kept[key] = url
+        with pytest.raises(openai.AuthenticationError), agents.client(url, f"{key[:-1]}x") as stranger:
+            stranger.models.list()
+        with agents.client(url, key) as client:
+            assert client.models.list().data[0].id == "policy"
+            client.completions.create(model="m", prompt="x")
+        return 1.0
+
+    play(served(["42"]), Asked(agent), n=2)
+    assert len(kept) == 2, "a key for each rollout"
+    for key, url in kept.items():
+        answer = httpx.get(f"{url}/models", headers={"authorization": f"Bearer {key}"}, trust_env=False)
+        assert answer.status_code == 401
+        foreign = httpx.get(f"{url}/models", headers={"host": "evil.example"}, trust_env=False)
+        assert foreign.status_code == 421
+
+
+def test_agents_go_at_the_same_time_but_where_order_counts(served):
+    met = threading.Barrier(3, timeout=20)
+
+    def meeting(url, key, example):
+        met.wait()
+        return tell(url, key, example)
+
+    def tell(url, key, example):
+        with agents.client(url, key) as client:
+            return float(client.completions.create(model="m", prompt="x").choices[0].text)
+
+    rollouts, _ = play(served(["1", "2", "3"], ordered=False), Asked(meeting), n=3)
+    assert sorted(rollout.episode_reward for rollout in rollouts) == [1.0, 2.0, 3.0]
+    rollouts, _ = play(served(["1", "2", "3"]), Asked(tell), n=3)
+    assert [rollout.episode_reward for rollout in rollouts] == [1.0, 2.0, 3.0]
+
+
+def test_what_the_policy_fails_with_is_not_the_agents_fault(served):
+    class Broken(Served):
+        def generate(self, *asked):
+            raise RunFailed("the engine is gone")
+
+    context = served(["42"])
+    broken = Broken(context.tokenizer, ["42"])
+    try:
+        with pytest.raises(RunFailed, match="the engine is gone"):
+            play(broken, Asked(agents.tool_loop))
+    finally:
+        broken.endpoint.close()
+
+
+def test_a_prompt_that_is_too_long_is_told_to_the_agent(served):
+    def agent(url, key, example):
+        with agents.client(url, key) as client:
+            with pytest.raises(openai.BadRequestError, match="leaves no room|than 4096 tokens"):
+                client.completions.create(model="m", prompt="x" * 5000)
+            return float(client.completions.create(model="m", prompt="x").choices[0].text)
+
+    (rollout,), metrics = play(served(["42"]), Asked(agent))
+    assert rollout.episode_reward == 42.0 and metrics["requests"] == 1.0
+
+
+def test_arguments_that_make_no_sense_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="env_args.agent is an empty list"):
+        Asked([])
+    with pytest.raises(ConfigError, match="max_seconds is 0"):
+        Asked(agents.sampler, max_seconds=0)
+    problems = tmp_path / "sums.jsonl"
+    problems.write_text('{"prompt": "1+1?", "answer": "2"}\n{"prompt": "1+2?", "answer": "3"}\n')
+    made = AgentEnvironment("tests.environments.agents_of_tests.sampler", path=str(problems))
+    assert [example.answer for example in made.examples] == ["2", "3"]
+    with pytest.raises(ConfigError, match="has no reference solutions"):
+        made.reference_examples(1, 0)
+
+
+def test_without_an_endpoint_the_key_that_opens_it_is_named(served):
+    plain = ScriptedContext(served(["42"]).tokenizer, ["42"])
+    with pytest.raises(ConfigError, match="inference.endpoint: true"):
+        Asked(agents.sampler).sample(plain, 1, 1, DECODING, 0, "train")
