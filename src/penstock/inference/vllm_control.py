@@ -328,7 +328,7 @@ class ChecksumProof:
         """Takes the checksums of a version.
 
         Args:
-            version: Which one.
+            version: The version that it was given.
             given: `served_checksums` of the tensors that were written.
             found: What the server says, by its names.
 

@@ -339,7 +339,7 @@ class RunConfig(BaseModel):
             raise ConfigError(
                 f"inference.engine is {self.inference.engine} and inference.external.weights none: these servers' "
                 "weights stay as they are, so that nothing trained would ever answer; set weights to directory or "
-                "lora with engine: vllm, or use penstock generate and penstock evaluate, which train nothing"
+                "lora with engine: vllm, or use penstock generate with a server's URL, which trains nothing"
             )
 
     def _check_offline(self) -> None:

@@ -16,6 +16,8 @@ from penstock.model.language.lora import LoraConfig
 from penstock.overseer.component import Settings
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.language.external import ExternalEngine
+from penstock.overseer.language.generation import generate
+from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.supervisor.messages import Identity
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
@@ -220,6 +222,23 @@ def test_the_command_has_what_a_run_needs():
         "--served-model-name", "policy", "--enable-scale-out", "--logprobs-mode", "processed_logprobs",
         "--generation-config", "vllm", "--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "4",
     ]  # fmt: skip
+
+
+def test_servers_with_fixed_weights_are_generated_with_and_not_trained(fake, tmp_path):
+    config = configured(weights="none")
+    fake.rename_to("default")
+    report = generate(fake.server.url, config, tmp_path / "said.parquet", n=1)
+    (lesson,) = report.lessons.values()
+    assert lesson.rollouts == 8 and fake.counts["/inference/v1/generate"] == 8
+    with pytest.raises(ConfigError, match="weights none: these servers' weights stay as they are"):
+        LanguageKind.of(config)
+
+
+def test_a_recipe_that_no_server_could_serve_is_refused():
+    with pytest.raises(ConfigError, match="weights is lora, and model.lora says nothing"):
+        configured(weights="lora")
+    with pytest.raises(ConfigError, match="vLLM samples at 0.01"):
+        configured("curriculum.lessons.cats.sampling_params.temperature=0.005")
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class _Weights:
     """A version as the server is to have it.
 
     Attributes:
-        version: Its number.
+        version: What it is to be called.
         directory: That is loaded.
         checksums: Of its tensors, as the server has them; none of an adapter.
         moved: Whether an adapter changes anything.
@@ -101,7 +101,7 @@ class ExternalEngine:
 
     Attributes:
         on_change: Called with what clients may ask from now on, if anything.
-        doing: In words.
+        doing: What it does, in words.
         progress: Grows with each step of its way to a version.
 
     Raises:

@@ -123,7 +123,7 @@ class _Engine(NamedTuple):
     """What generates in a run of one process.
 
     Attributes:
-        context: Asks it.
+        context: Asks it, for environments.
         set_weights: Returns when a version is served: which one, and the digests of its arrays.
         stop: Ends it, within so many seconds.
         component: Makes its component, of context, settings, manager, weights and worker.

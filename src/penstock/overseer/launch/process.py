@@ -116,7 +116,7 @@ class GuardedProcess:
     """A command that runs until it is ended, or this process is, however that dies.
 
     Args:
-        words: The command.
+        words: The command, word by word.
         environment: What it has beside this process's own.
         log: File that what it prints is added to.
 
