@@ -70,7 +70,8 @@ def generate(
 
     Args:
         source: A run's ``checkpoints/step-<n>``, a Hugging Face directory, or the URL of a `penstock serve`, or of a
-            server of the recipe's ``inference.engine``, with the recipe's tokenizer; None takes the policy that the recipe's ``model`` says.
+            server of the recipe's ``inference.engine``, with the recipe's tokenizer; None takes the policy that the
+            recipe's ``model`` says.
         config: The recipe, as it is loaded.
         path: A Parquet file, with the columns of a run's rollouts, or a JSONL file with a conversation per line.
         lessons: Which lessons; all by default.
