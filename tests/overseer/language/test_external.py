@@ -19,6 +19,7 @@ from penstock.overseer.language.external import ExternalEngine
 from penstock.overseer.language.generation import generate
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.supervisor.messages import Identity
+from penstock.overseer.training import train
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
 from penstock.types import ConfigError, Decoding, RunFailed, WeightVersion
@@ -280,6 +281,30 @@ def test_an_adapter_that_is_not_applied_is_named(engine_of, fake, adapted, lora)
     with pytest.raises(RunFailed, match="the adapter is not applied"):
         engine.set_weights(WeightVersion(0, 1), trained(adapted, 0.1))
     assert engine.server is None
+
+
+# --- a run ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_in_one_process_trains_on_what_the_server_sampled(fake, tmp_path, staleness):
+    config = configured(
+        "steps=3", "replay.groups_per_batch=2", "curriculum.eval_n_examples=2", "learner.row_length=64",
+        "learner.micro_batch_rows=2", "curriculum.lessons.cats.sampling_params.n_generations_per_prompt=2",
+        f"replay.staleness_budget={staleness}", urls=[fake.server.url],
+    )  # fmt: skip
+    run = tmp_path / "run"
+    train(config, run_dir=run, quiet=True)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    updates = [line for line in lines if "train/parity_kl" in line]
+    assert len(updates) == 3
+    for line in updates:
+        assert line["train/parity_kl"] < 1e-8 and line["train/parity_unchecked"] == 0
+        assert line["inference/proven_bytewise"] == 1.0 and line["replay/unverified"] == 0
+    assert fake.label == "0-3"  # the last version was served, and evaluated
+    ledger = json.loads((run / "status.json").read_text())["ledger"]
+    assert ledger["trained"] >= 6 and ledger["invalid"] == 0
 
 
 # --- launched --------------------------------------------------------------------------------------------------------
