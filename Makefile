@@ -6,6 +6,7 @@ VENV_STAMP := $(VENV)/.made
 STAMP := $(VENV)/.ready
 DEV_STAMP := $(VENV)/.ready-dev
 RAY_STAMP := $(VENV)/.ready-ray
+DASHBOARD_STAMP := $(VENV)/.ready-dashboard
 TORCH_VENV := .venv-torch
 TORCH_STAMP := $(TORCH_VENV)/.ready
 TORCH := torch==2.13.0
@@ -29,7 +30,7 @@ GGUF := gguf==0.19.0
 UNOPTIMISED := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
 	--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 
-.PHONY: train test test-slow fuzz test-ray test-torch test-smollm2 test-adapters test-trackers lint setup dist clean
+.PHONY: train test test-slow fuzz test-ray test-torch test-smollm2 test-adapters test-trackers test-dashboard test-vllm lint setup dist clean
 
 setup: $(DEV_STAMP)
 
@@ -57,6 +58,11 @@ $(RAY_STAMP): $(DEV_STAMP)
 	@echo "Installing Ray into $(VENV), once"
 	@$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev,ray]"
 	@touch $(RAY_STAMP)
+
+$(DASHBOARD_STAMP): $(DEV_STAMP)
+	@echo "Installing what drives a browser into $(VENV), once"
+	@$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev,dashboard-test]"
+	@touch $(DASHBOARD_STAMP)
 
 $(TORCH_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TORCH_VENV)
@@ -137,6 +143,10 @@ test-adapters: $(ADAPTERS_STAMP)
 	$(ADAPTERS_VENV)/bin/pytest -m "slow or not slow" -rs tests/environments/test_reasoning_gym.py \
 		tests/environments/test_verifiers.py tests/environments/test_math_rewards.py
 
+# Debian's chromium (apt install chromium), or the one that PENSTOCK_CHROMIUM names; nothing is downloaded.
+test-dashboard: $(DASHBOARD_STAMP)
+	$(BIN)/pytest -m dashboard -rs tests/dashboard/test_browser.py
+
 test-trackers: $(TRACKERS_STAMP)
 	$(TRACKERS_VENV)/bin/pytest -m "slow or not slow" -rs tests/tracking
 
@@ -155,4 +165,4 @@ dist: | $(VENV_STAMP)
 	@ls dist/*.whl
 
 clean:
-	rm -rf $(VENV) $(TORCH_VENV) $(ADAPTERS_VENV) $(TRACKERS_VENV) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TORCH_VENV) $(ADAPTERS_VENV) $(TRACKERS_VENV) $(VLLM_VENV) build dist .pytest_cache .ruff_cache

@@ -343,7 +343,7 @@ def test_it_serves_a_live_run_and_tells_its_news(tmp_path, monkeypatch):
     thread.start()
     try:
         assert ready.wait(20)
-        url = re.search(r"http://\S+?(?=;)", told[0])[0]
+        url = told[0].partition(" at ")[2].partition(";")[0]
         with httpx.stream("GET", f"{url}/api/runs/live/stream", timeout=20) as stream:
             lines = (line for line in stream.iter_lines() if line.startswith("data: "))
             first = json.loads(next(lines)[6:])

@@ -108,7 +108,7 @@ def _unwrapped(name: str, text: str, before: list[str]) -> tuple[str, list[str]]
         what = match["what"] if match["what"].startswith("{") else f"{{ default: {match['what']} }}"
         return f'const {what} = modules["{match["file"]}"];'
 
-    exported = _NAMED.findall(text) + [f"default: {each}" for each in _DEFAULT.findall(text)]
+    exported = [f"default: {each}" for each in _DEFAULT.findall(text)] or _NAMED.findall(text)
     return _EXPORT.sub("", _DEFAULT.sub("", _IMPORT.sub(taken, text))), exported
 
 

@@ -222,6 +222,11 @@ class RunIndex:
             [group_id],
         )
 
+    def size_of(self, name: str) -> int:
+        """Bytes of a file as it was found; 0 of one that is not known."""
+        found = self.rows("SELECT bytes FROM parts WHERE name = ?", [name])
+        return int(found[0]["bytes"]) if found else 0
+
     @property
     def storage(self) -> Storage:
         """Where parts and batches are."""

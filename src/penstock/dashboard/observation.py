@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.dashboard.index import RunIndex
 from penstock.dashboard.status import RunStatus, read_run_status
+from penstock.dashboard.tokens import TokenText
 from penstock.rundir import RunDirectory
 from penstock.rundir.curves import Curves
 from penstock.rundir.logs import has_log, parse_lines
@@ -50,6 +51,7 @@ class ObservedRun:
         self._pieces: Iterator[str] | None = None
         self._lock = threading.Lock()
         self._config: dict[str, Any] | None = None
+        self._token_text: TokenText | None = None
         self.asked_at = 0.0
 
     @property
@@ -78,6 +80,17 @@ class ObservedRun:
             except RunDirectoryError:
                 self._config = {}
         return self._config
+
+    @property
+    def token_text(self) -> TokenText:
+        """What decodes its tokens.
+
+        Raises:
+            ConfigError: it has no tokenizer that can be read.
+        """
+        if self._token_text is None:
+            self._token_text = TokenText.of_run(self.directory)
+        return self._token_text
 
     @property
     def is_of_simulators(self) -> bool:

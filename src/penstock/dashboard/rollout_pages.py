@@ -19,15 +19,17 @@ from penstock.dashboard.observation import ObservedRun
 from penstock.dashboard.tokens import TokenText
 from penstock.rundir.example_rows import EXAMPLE_SCHEMA
 from penstock.rundir.live_files import opened_part
-from penstock.rundir.parquet import schema_version
 from penstock.rundir.rollout_rows import records_from_table
-from penstock.rundir.storage import LocalStorage
+from penstock.rundir.storage import LocalStorage, Storage
 from penstock.types import AnyRollout, ConfigError, RolloutRecord, RunDirectoryError, Turn
 
 MOST_TOKENS = 4096
 """Of one answer that a page shows, its prompt included."""
 MOST_MEMBERS = 64
 """Of one group that a page shows."""
+SMALL_BYTES = 1 << 20
+"""A part of at most so many bytes is read whole, and kept for the next group; of others only a row group is read."""
+MOST_KEPT = 8
 MOST_ROWS = 500
 """Of a list, at once."""
 MOST_BARS = 1500
@@ -144,6 +146,8 @@ class GroupLists:
 
 
 LISTS = GroupLists()
+_KEPT: OrderedDict[tuple[str, str], pa.Table] = OrderedDict()
+_KEPT_LOCK = threading.Lock()
 
 
 def group_list(run: ObservedRun, words: Mapping[str, str]) -> dict[str, Any]:
@@ -286,11 +290,10 @@ def _member(row: dict[str, Any]) -> dict[str, Any]:
 
 def _rows_of(run: ObservedRun, name: str, rows: Sequence[int]) -> pa.Table:
     """Some rows of a part: only their row groups are read."""
-    storage = LocalStorage(run.directory.path) if name.startswith("evaluations/") else run.index.storage
     try:
-        with opened_part(storage, name) as file:
-            if schema_version(file.schema_arrow) == 0:
-                return file.read().take(sorted(rows))
+        if run.index.size_of(name) <= SMALL_BYTES:
+            return _whole(run, name).take(sorted(rows))
+        with opened_part(_storage(run, name), name) as file:
             tables: list[pa.Table] = []
             start = 0
             for number in range(file.metadata.num_row_groups):
@@ -302,6 +305,26 @@ def _rows_of(run: ObservedRun, name: str, rows: Sequence[int]) -> pa.Table:
             return pa.concat_tables(tables)
     except (FileNotFoundError, pa.ArrowInvalid) as error:
         raise RunDirectoryError(f"{name} was merged, or has expired, a moment ago: ask again") from error
+
+
+def _whole(run: ObservedRun, name: str) -> pa.Table:
+    """A file whole; the last few are kept, since groups are looked at one after another. Files never change."""
+    key = (str(run.directory.path), name)
+    with _KEPT_LOCK:
+        if key in _KEPT:
+            _KEPT.move_to_end(key)
+            return _KEPT[key]
+    with opened_part(_storage(run, name), name) as file:
+        table = file.read()
+    with _KEPT_LOCK:
+        _KEPT[key] = table
+        while len(_KEPT) > MOST_KEPT:
+            _KEPT.popitem(last=False)
+    return table
+
+
+def _storage(run: ObservedRun, name: str) -> Storage:
+    return LocalStorage(run.directory.path) if name.startswith("evaluations/") else run.index.storage
 
 
 def _uses(
@@ -318,8 +341,7 @@ def _uses(
     tables: list[pa.Table] = []
     for row in names:
         try:
-            with opened_part(run.index.storage, row["name"]) as file:
-                tables.append(file.read())
+            tables.append(_whole(run, row["name"]))
         except (FileNotFoundError, RunDirectoryError):
             continue  # it has expired: the numbers in the index stay
     tables = [table.replace_schema_metadata(EXAMPLE_SCHEMA.metadata) for table in tables]
@@ -333,7 +355,7 @@ def _uses(
 
 def _token_text(run: ObservedRun) -> tuple[TokenText | None, str]:
     try:
-        return TokenText.of_run(run.directory), ""
+        return run.token_text, ""
     except ConfigError as error:
         return None, f"{error}: the text of the turns is shown, without colours"
 

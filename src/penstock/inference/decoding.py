@@ -20,7 +20,7 @@ name only the pages that they have filled (``pages``). Which one is fixed when a
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -35,7 +35,7 @@ from penstock.inference.dispatch import DeviceSamples, SlotRows
 from penstock.inference.sampling import sample, uniforms
 from penstock.model.arrays import joined_digests, lower_digests, named_leaves
 from penstock.model.language import Decoder, Layer, ModelConfig, Segments, grouped_attention, rotary_tables
-from penstock.model.language.attention import Pages, attention, paged_attention
+from penstock.model.language.attention import Pages, attention, page_positions, paged_attention
 from penstock.model.language.attention_choice import AttentionKernel
 from penstock.model.language.decoder import stack_names
 
@@ -88,28 +88,65 @@ def resize(
     return jnp.pad(cached, ((0, 0), (0, 0), (0, extra), (0, 0))) if extra > 0 else cached[:, :, :window]
 
 
+class Moves(NamedTuple):
+    """Which pages of cached entries are copied where, one after the other.
+
+    Attributes:
+        sources: Row or slot that each is read from.
+        targets: Slot that it is written to.
+        starts: Its first position, there and here.
+        count: How many there are; what the arrays hold beyond is not read.
+    """
+
+    sources: Int32[Array, " moves"]
+    targets: Int32[Array, " moves"]
+    starts: Int32[Array, " moves"]
+    count: Int32[Array, ""]
+
+    @classmethod
+    def of(cls, sources: Mapping[int, tuple[int, int]], slots: int, length: int) -> "Moves":
+        """The pages of positions that slots take from elsewhere, on the device.
+
+        Args:
+            sources: By target: the source, and how many positions.
+            slots: How many there are.
+            length: Of the arrays that are read.
+        """
+        size = page_positions(length)
+        pages = [(row, slot, at) for slot, (row, reach) in sources.items() for at in range(0, reach, size)]
+        found = np.zeros((3, slots * -(-length // size)), np.int32)
+        found[:, : len(pages)] = np.array(pages, np.int32).reshape(-1, 3).T
+        return cls(*map(jax.device_put, found), jax.device_put(np.int32(len(pages))))
+
+
 def insert(
     cached: Float[Array, "slots kv_heads window head_dim"],
     prefilled: Float[Array, "rows kv_heads length head_dim"],
-    source: Int32[Array, " slots"],
+    moves: Moves,
 ) -> Float[Array, "slots kv_heads window head_dim"]:
-    """Copies prefilled prompts into slots; the n samples of a prompt all name the same row.
+    """Copies pages of prefilled prompts into slots, and touches nothing else.
 
     Args:
         cached: An array of the cache; its window is at least the prefill's.
         prefilled: The same array of the prefill's cache, whose slots are its rows.
-        source: For each slot the row it takes; −1 leaves the slot as it is.
+        moves: In pages of the prefill's length; the n samples of a prompt name the same row.
     """
-    kept = cached[:, :, : prefilled.shape[2]]
-    head = jnp.where((source >= 0)[:, None, None, None], prefilled[jnp.maximum(source, 0)], kept)
-    return jax.lax.dynamic_update_slice(cached, head, (0, 0, 0, 0))
+    return lax.fori_loop(0, moves.count, lambda number, into: _moved(into, prefilled, moves, number), cached)
 
 
 def fork(
-    cached: Float[Array, "slots kv_heads window head_dim"], source: Int32[Array, " slots"]
+    cached: Float[Array, "slots kv_heads window head_dim"], moves: Moves
 ) -> Float[Array, "slots kv_heads window head_dim"]:
-    """Every slot takes the content of the slot that `source` names; its own number changes nothing."""
-    return cached[source]
+    """Copies pages of slots that are no target themselves into others."""
+    return lax.fori_loop(0, moves.count, lambda number, into: _moved(into, into, moves, number), cached)
+
+
+def _moved(into: Array, source: Array, moves: Moves, number: Array) -> Array:
+    _, kv_heads, length, head_dim = source.shape
+    size = page_positions(length)
+    start = jnp.minimum(moves.starts[number], length - size)
+    page = lax.dynamic_slice(source, (moves.sources[number], 0, start, 0), (1, kv_heads, size, head_dim))
+    return lax.dynamic_update_slice(into, page, (moves.targets[number], 0, start, 0))
 
 
 class ServedWeights(eqx.Module):

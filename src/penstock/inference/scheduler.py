@@ -1,18 +1,17 @@
 """Continuous batching: which responses run in which slots, how they are admitted, decoded and released.
 
 `RunningBatch` joins the slots (host) with the model runner (device). Only the engine's thread uses it, but for
-`prepare`; it knows no queue, lock or future. The lowest free slot is taken first, so that placement depends on nothing
-but what is running.
+`prepare`; it knows no queue, lock or future. A free slot that holds the response's prompt is taken first, else the
+lowest free one, so that placement depends on nothing but what runs and what ran since the engine was idle.
 
 A prompt's cache may be shared by every response to the same prompt under the same weights: the samples of one
 request, or of several. Sharing never crosses a weight version, and the prefix index is cleared when the engine is idle,
 so that what an idle engine does with a submission depends on the submission alone.
 """
 
-import heapq
 import threading
 import time
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,12 +41,14 @@ class AdmissionPlan:
     """What has to run before newly assigned slots can decode.
 
     Attributes:
-        fork: For every slot the slot whose cache it takes, read before anything is written; None: nothing.
+        fork: By slot: the slot whose cache it takes, and how many entries; none of these is written to before.
         prefills: In order.
+        hits: Responses whose prompt was cached.
     """
 
-    fork: np.ndarray | None
+    fork: dict[int, tuple[int, int]]
     prefills: tuple[Prefill, ...]
+    hits: int
 
 
 class PrefixIndex:
@@ -57,19 +58,25 @@ class PrefixIndex:
         self._slots_of: dict[bytes, set[int]] = defaultdict(set)
         self._prompt_in: dict[int, bytes] = {}
 
-    def find(self, prompt: np.ndarray) -> int | None:
-        """The lowest slot that holds this prompt's cache."""
-        return min(self._slots_of.get(prompt.tobytes(), ()), default=None)
+    def find(self, prompt: np.ndarray) -> list[int]:
+        """The slots that hold this prompt's cache, ascending."""
+        return sorted(self._slots_of.get(prompt.tobytes(), ()))
 
-    def overwrite(self, slot: int, prompt: np.ndarray) -> None:
-        """The slot now holds this prompt's cache, and no longer what it held."""
+    def overwrite(self, slot: int, prompt: np.ndarray) -> bool:
+        """The slot is going to hold this prompt's cache, and no longer another's; whether it does so already."""
         held = self._prompt_in.get(slot)
+        if held == prompt.tobytes():
+            return True
         if held is not None:
             self._slots_of[held].discard(slot)
             if not self._slots_of[held]:
                 del self._slots_of[held]
         self._prompt_in[slot] = prompt.tobytes()
-        self._slots_of[prompt.tobytes()].add(slot)
+        return False
+
+    def note(self, slot: int) -> None:
+        """The slot holds now what it was going to hold."""
+        self._slots_of[self._prompt_in[slot]].add(slot)
 
     def clear(self) -> None:
         """Drops every entry."""
@@ -84,21 +91,21 @@ def plan_admission(
 
     A prompt of one token needs no cache: its only token is decoded.
     """
-    fork = np.arange(config.max_slots, dtype=np.int32)
+    fork: dict[int, tuple[int, int]] = {}
     fresh: dict[bytes, list[int]] = defaultdict(list)
     prompts: dict[bytes, np.ndarray] = {}
-    cached = [(slot, response) for slot, response in assigned if len(response.prompt) > 1]
-    for slot, response in cached:
-        donor = prefixes.find(response.prompt)
-        if donor is not None:
-            fork[slot] = donor
-        else:
-            fresh[response.prompt.tobytes()].append(slot)
-            prompts[response.prompt.tobytes()] = response.prompt
-    for slot, response in assigned:
-        prefixes.overwrite(slot, response.prompt)
-    forked = bool((fork != np.arange(config.max_slots)).any())
-    return AdmissionPlan(fork if forked else None, _batch(prompts, fresh, config))
+    missing = [(slot, response.prompt) for slot, response in assigned if not prefixes.overwrite(slot, response.prompt)]
+    for slot, prompt in missing:
+        donors = prefixes.find(prompt)
+        if len(prompt) > 1 and donors:
+            fork[slot] = donors[0], len(prompt) - 1
+        elif len(prompt) > 1:
+            fresh[prompt.tobytes()].append(slot)
+            prompts[prompt.tobytes()] = prompt
+    for slot, _ in missing:
+        prefixes.note(slot)
+    hits = sum(len(response.prompt) > 1 for _, response in assigned) - sum(map(len, fresh.values()))
+    return AdmissionPlan(fork, _batch(prompts, fresh, config), hits)
 
 
 def _batch(
@@ -187,9 +194,14 @@ class SlotTable:
             if response is not None:
                 yield slot, response
 
-    def assign(self, response: Response) -> int:
-        """Puts a response that has not begun into the lowest free slot."""
-        slot = heapq.heappop(self._free)
+    def first_free(self, slots: Sequence[int]) -> int | None:
+        """The first of these without a response."""
+        return next((slot for slot in slots if self._responses[slot] is None), None)
+
+    def assign(self, response: Response, wanted: int | None = None) -> int:
+        """Puts a response that has not begun into that slot, or into the lowest free one."""
+        slot = self._free[0] if wanted is None else wanted
+        self._free.remove(slot)
         self._responses[slot] = response
         rows, decoding = self._rows, response.pending.request.decoding
         rows["tokens"][slot] = response.prompt[-1]
@@ -210,7 +222,7 @@ class SlotTable:
         self._rows["budget"][slot] = 0
         for name, parameter in SAMPLING_FIELDS.items():
             self._rows[name][slot] = parameter.neutral
-        heapq.heappush(self._free, slot)
+        insort(self._free, slot)
 
     def advance(self, sampled: HostSamples, version: WeightVersion) -> list[tuple[int, Response]]:
         """Gives each response its new tokens; returns those that ended, still in their slots."""
@@ -403,13 +415,25 @@ class RunningBatch:
         """
         if fresh_start:
             self._prefixes.clear()
-        assigned = [(self._slots.assign(response), response) for response in arrivals]
+        assigned = self._place(arrivals)
         admission = plan_admission(assigned, self._prefixes, self._config)
         self._fit_window(admission, fresh_start)
         self._fill(admission)
         for response in arrivals:
             response.prefilled_by = version if len(response.prompt) > 1 else None
         self._meter.add_waits(arrivals)
+
+    def _place(self, arrivals: Sequence[Response]) -> list[tuple[int, Response]]:
+        """Into the slots that hold their prompts, then into others: so none is overwritten that another could use."""
+        placed: list[tuple[int, Response]] = []
+        rest: list[Response] = []
+        for response in arrivals:
+            slot = self._slots.first_free(self._prefixes.find(response.prompt))
+            if slot is None:
+                rest.append(response)
+            else:
+                placed.append((self._slots.assign(response, slot), response))
+        return placed + [(self._slots.assign(response), response) for response in rest]
 
     def recompute(self, version: WeightVersion) -> None:
         """The cache of all that runs is computed anew, under these weights.
@@ -426,7 +450,7 @@ class RunningBatch:
                 slots[text.tobytes()].append(slot)
                 texts[text.tobytes()] = text
                 response.prefilled_by = version
-        admission = AdmissionPlan(None, _batch(texts, slots, self._config))
+        admission = AdmissionPlan({}, _batch(texts, slots, self._config), hits=0)
         self._fit_window(admission, fresh_start=False)
         self._fill(admission)
 
@@ -441,6 +465,7 @@ class RunningBatch:
             return []
         started = time.monotonic()
         running = list(self._slots.occupied())
+        self._runner.first = version.step == 0
         sampled = self._runner.decode(self._slots.rows)
         ended = self._slots.advance(sampled, version)
         self._meter.add_tokens(running, sampled.count)
@@ -472,9 +497,9 @@ class RunningBatch:
         return next((window for window in windows if window >= needed), windows[-1])
 
     def _fill(self, admission: AdmissionPlan) -> None:
-        if admission.fork is not None:
+        if admission.fork:
             self._runner.fork(admission.fork)
-            self._meter.add(prefix_hits=int((admission.fork != np.arange(len(admission.fork))).sum()))
+        self._meter.add(prefix_hits=admission.hits)
         for prefill in admission.prefills:
             self._runner.prefill(prefill.tokens, prefill.source)
             self._meter.add(prefill_tokens=prefill.tokens.size)

@@ -175,14 +175,14 @@ export async function updatePage(main, run) {
   const { words } = parse();
   const step = Number(words.step || 0);
   const page = await api(path(run, "update"), { step });
-  const odd = Object.entries(page.numbers).map(([name, [value, mean, spread]]) => ({ name, value, mean, z: spread ? (value - mean) / spread : null }))
-    .sort((a, b) => Math.abs(b.z ?? 0) - Math.abs(a.z ?? 0));
+  const odd = Object.entries(page.numbers).map(([name, [value, mean, spread]]) => ({ name, value, mean, z: spread ? (value - mean) / spread : mean === null || value === mean ? null : Math.sign(value - mean) * Infinity }))
+    .sort((a, b) => Math.abs(b.z ?? 0) - Math.abs(a.z ?? 0) || 0);
   main.replaceChildren(
     h("div", { class: "head" }, h("h1", {}, `Update ${num(step)}`), h("p", { class: "sub" }, "The update that led to this version, as in metrics.jsonl."),
       h("div", { class: "tools" }, h("a", { class: "button", id: "before", href: link("update", run, { step: Math.max(0, step - 1) }) }, "← before"), h("a", { class: "button", id: "after", href: link("update", run, { step: step + 1 }) }, "after →"), jump(run))),
     h("section", { class: "card" }, h("h2", {}, "What would explain it"), h("p", { class: "note" }, "Gradients are not stored. These commands make the update again from the run's files, and say what each rollout did to it, or what another loss would have done; nothing is written."), page.commands.map(copyable)),
     h("section", { class: "card" }, h("header", {}, h("h2", {}, "Numbers that are unlike the updates around it"), exportTable(`${run}-update-${step}`, ["metric", "value", "mean around", "deviations"], odd.map((r) => [r.name, r.value, r.mean, r.z]))),
-      odd.length ? h("div", { class: "tall" }, table([["metric", (r) => h("a", { href: link("run", run, { m: r.name, from: Math.max(0, step - 50), to: step + 50 }) }, r.name)], ["value", (r) => num(r.value), "n"], ["mean of ±20 updates", (r) => num(r.mean), "n"], ["standard deviations off", (r) => r.z === null ? "–" : signed(r.z, 1), "n"]], odd, "Numbers")) : empty("There are no metrics of this update.")),
+      odd.length ? h("div", { class: "tall" }, table([["metric", (r) => h("a", { href: link("run", run, { m: r.name, from: Math.max(0, step - 50), to: step + 50 }) }, r.name)], ["value", (r) => num(r.value), "n"], ["mean of ±20 updates", (r) => num(r.mean), "n"], ["standard deviations off", (r) => r.z === null ? "–" : Number.isFinite(r.z) ? signed(r.z, 1) : "they are all alike", "n"]], odd, "Numbers")) : empty("There are no metrics of this update.")),
     h("section", { class: "card" }, h("h2", {}, "What it trained"), page.groups.length ? h("div", { class: "tall" }, table([
       ["group", (g) => h("a", { href: link("group", run, { id: g.group_id }) }, g.group_id)], ["lesson", (g) => g.lesson], ["n", (g) => num(g.n), "n"], ["reward", (g) => fixed(g.reward), "n"], ["min", (g) => fixed(g.low), "n"], ["max", (g) => fixed(g.high), "n"],
       ["largest advantage", (g) => fixed(g.advantage), "n"], ["tokens", (g) => num(Math.round(g.tokens)), "n"], ["age", (g) => num(g.staleness), "n"],

@@ -75,7 +75,7 @@ async function curvesOver(main, found) {
   const names = wanted.length ? wanted : first.filter((name) => found.metrics.includes(name)).slice(0, 4);
   const asked = [...names, "train/tokens", "train/steps"].join(",");
   const [a, b] = await Promise.all([found.a, found.b].map((run) => api(`runs/${encodeURIComponent(run)}/curves`, { names: asked, points: 600 })));
-  const choose = h("label", {}, "by ", h("select", { onchange: (event) => change({ by: event.target.value }) }, Object.keys(BY).map((name) => h("option", { value: name, selected: name === by }, name))));
+  const choose = h("label", {}, "by ", h("select", { id: "by", onchange: (event) => change({ by: event.target.value }) }, Object.keys(BY).map((name) => h("option", { value: name, selected: name === by }, name))));
   const add = h("label", {}, "curve ", h("select", { onchange: (event) => change({ m: [...names, event.target.value].slice(-6).join(",") }) },
     h("option", { value: "" }, "add one"), found.metrics.filter((name) => !names.includes(name)).map((name) => h("option", { value: name }, name))));
   main.append(h("div", { class: "head small" }, h("h2", {}, "Curves"), h("div", { class: "tools" }, choose, add)),

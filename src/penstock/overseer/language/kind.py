@@ -72,7 +72,8 @@ def _compiling(model: ModelConfig, config: LearnerConfig) -> LazyPrograms:
     """A learner's programs, being compiled from the shapes of what it will train."""
     shapes = {name: jax.ShapeDtypeStruct(shape, model.dtype) for name, shape in model.parameter_shapes().items()}
     decoder = jax.eval_shape(partial(Decoder.from_arrays, model), shapes)
-    programs = LazyPrograms(Learner(decoder, config, total_steps=1).programs(), lambda told: None)
+    learner = Learner(decoder, config, total_steps=1)
+    programs = LazyPrograms(learner.update_programs() | learner.scoring_programs(), lambda told: None)
     programs.compile()
     return programs
 

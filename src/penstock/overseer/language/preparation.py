@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast, final
 
 import numpy as np
 
-from penstock.batch import example_from_pair, example_from_rollout
-from penstock.batch.examples import longest_sample, samples_of
+from penstock.batch import example_from_pair, example_from_rollout, longest_sample, samples_of
 from penstock.curriculum import Curriculum
 from penstock.environments import Reference
 from penstock.inference import RemoteContext

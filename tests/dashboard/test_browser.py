@@ -1,0 +1,643 @@
+"""The dashboard in a real browser: flows that a person takes, on runs of every kind."""
+
+import json
+import os
+import re
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.dashboard import DashboardSettings, serve_dashboard, write_bundle
+from penstock.rundir import EventLog, JsonLinesLog, MetricsLog, write_examples, write_records
+from penstock.rundir.evaluation_rows import write_evaluation
+from penstock.types import RolloutBatch, RolloutGroup
+from tests.dashboard.sample_run import HOSTILE, example, group, rollout, write_run
+
+pytestmark = [pytest.mark.dashboard, pytest.mark.timeout(120)]
+playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'penstock[dashboard-test]'")
+CHROMIUM = os.environ.get("PENSTOCK_CHROMIUM") or shutil.which("chromium")
+if CHROMIUM is None:
+    pytest.skip("no chromium: apt install chromium, or name one in PENSTOCK_CHROMIUM", allow_module_level=True)
+
+expect = playwright.expect
+expect.set_options(timeout=15_000)
+TOKEN = "token-of-the-browser"
+MARKUP = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 2'>"
+
+
+def measure(directory, steps, reward, stall=None):
+    metrics = MetricsLog(directory.metrics_path)
+    for step in range(1, steps + 1):
+        metrics.append(step, {
+            "train/reward_mean": reward(step), "train/loss": 1 / step, "train/entropy": 3 - step / steps,
+            "train/parity_kl": 10.0 ** -(step % 5 + 6), "train/grad_norm": 9.0 if step == stall else 1.0,
+            "replay/staleness_mean": 1.0, "replay/staleness_max": 2.0, "inference/tokens_per_s": 100.0 + step,
+            "inference/tokens_total": 1000.0 * step, "curriculum/cats/probability": 0.5, "train/tokens": 50.0,
+        })  # fmt: skip
+    metrics.close()
+
+
+def evaluate(directory, reward, step):
+    rng, said = np.random.default_rng(len(directory.path.name)), [("user", "?"), ("assistant", "x")]
+    made = [rollout(f"after-cats-0-{step}-{n}/0", said, float(reward > rng.random()), (step,)) for n in range(40)]
+    members = [replace(record.rollout, lesson_id="cats") for record in made]
+    groups = [RolloutGroup(f"cats:{n}", (m,), f"after-cats-0-{step}-{n}") for n, m in enumerate(members)]
+    write_evaluation(directory, [RolloutBatch(tuple(groups), members[0].metadata)], "after", 0, step)
+
+
+@pytest.fixture(scope="session")
+def parent(tmp_path_factory):
+    """Runs of every kind that a page may meet."""
+    folder = tmp_path_factory.mktemp("watched")
+    good = write_run(folder / "good")
+    measure(good, 120, lambda step: step / 120, stall=81)
+    evaluate(good, 0.95, 9)
+    events = EventLog(good.events_path)
+    events.append("start", step=0, pid=1, lineage=0)
+    events.append("component_death", step=60, component="rollout-0", reason="out of memory")
+    for process, kind in ((0, "simulator_started"), (1, "simulator_started"), (1, "simulator_failed")):
+        events.append(kind, step=3, worker="fleet-0", process=process, task="maze", reason="the floor is lava")
+    events.append("graduated", step=30, lesson="cats", reason="0.9 ≥ 0.8")
+    events.close()
+    good.write_status({
+        "state": "finished", "step": 120, "steps": 120, "bottleneck": "learner busy 99%", "lineage": 0,
+        "lessons": {"cats": "graduated 10%", "tools": "active 90%"}, "ledger": {"started": 21, "trained": 8},
+    })  # fmt: skip
+    weak = write_run(folder / "weak")
+    measure(weak, 120, lambda step: 0.1)
+    evaluate(weak, 0.1, 9)
+    dead = write_run(folder / "dead")
+    dead.write_status({"state": "running", "step": 2, "steps": 10, "pid": 2**22 + 7, "time": 1.0, "bottleneck": ""})
+    hostile = write_run(folder / "hostile")
+    records = group("cats-1-0", [(MARKUP, 0.5), (HOSTILE, 1.0)], timestamp=2000.0)
+    write_records(hostile.rollouts / "part-h.parquet", records)
+    events = EventLog(hostile.events_path)
+    events.append("failure", step=1, error="Odd", message=MARKUP + "\u202ereversed")
+    events.close()
+    half = write_run(folder / "half")
+    (half.rollouts / "part-b.parquet").write_bytes((half.rollouts / "part-b.parquet").read_bytes()[:300])
+    with half.metrics_path.open("a") as file:
+        file.write('{"step": 1, "time": 5.0, "train/loss": 0.5}\n{"step": 2, "ti')
+    large = write_run(folder / "large")
+    said = " ".join(f"word{n}" for n in range(60_000))
+    write_records(large.rollouts / "part-l.parquet", group("cats-9-0", [(said, 1.0)], timestamp=3000.0))
+    many = write_run(folder / "many")
+    records = [
+        r for n in range(1200) for r in group(f"cats-7-{n}", [("cat", n / 1200), ("dog", 0.0)], timestamp=2000.0 + n)
+    ]
+    write_records(many.rollouts / "part-m.parquet", records)
+    write_examples(many.batches / "batch_7_7.parquet", [example([records[0]], [0.25])], "batch_7_7", 7, 0)
+    old = folder / "old"
+    (old / "rollouts").mkdir(parents=True)
+    (old / "config.yaml").write_text("seed: 0\n")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    fields = {
+        "env_name": ["cats"], "env_example_id": ["7"], "prompt_tokens": [[1, 2]], "response_tokens": [[3, 4]],
+        "response_logprobs": [[-0.5, -0.25]], "token_rewards": [[0.0, 0.75]], "episode_reward": [0.75],
+    }  # fmt: skip
+    stamp = json.dumps({"worker_id": "w", "timestamp": 5.0, "weight_step": 3})
+    pq.write_table(
+        pa.table(fields).replace_schema_metadata({"penstock.batch_metadata": stamp}),
+        old / "rollouts" / "part-0.parquet",
+    )
+    return folder
+
+
+class Served:
+    def __init__(self, path, cache, token=None):
+        self._stop, self._ready, self.told = threading.Event(), threading.Event(), ""
+        os.environ["XDG_CACHE_HOME"] = str(cache)
+        self._thread = threading.Thread(
+            target=serve_dashboard, args=(path, DashboardSettings(port=0, token=token), self._tell, self._stop)
+        )
+        self._thread.start()
+        assert self._ready.wait(30)
+        self.url = re.findall(r"http://[0-9.:]+", self.told)[0]
+
+    def _tell(self, line):
+        self.told = line
+        self._ready.set()
+
+    def end(self):
+        self._stop.set()
+        self._thread.join(30)
+
+
+@pytest.fixture(scope="session")
+def site(parent, tmp_path_factory):
+    served = Served(parent, tmp_path_factory.mktemp("cache"))
+    yield served
+    served.end()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield opened
+        opened.close()
+
+
+class Visitor:
+    """A page that notes errors, and every request that goes to another host."""
+
+    def __init__(self, browser, url, **options):
+        self.url = url
+        self.context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
+        self.page = self.context.new_page()
+        self.errors, self.abroad, self.refused = [], [], []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        self.page.on(
+            "request",
+            lambda request: (
+                None if request.url.startswith((url, "data:", "blob:", "file:")) else self.abroad.append(request.url)
+            ),
+        )
+
+    def open(self, address="#/", heading=None):
+        self.page.goto(f"{self.url}/{address}")
+        self.settled()
+        if heading is not None:
+            expect(self.page.locator("h1").first).to_have_text(heading)
+        return self.page
+
+    def settled(self):
+        expect(self.page.locator("main:not([aria-busy]):not(.turning) h1").first).to_be_visible(timeout=20_000)
+
+    def read(self, run):
+        """Waits until all of a run is in the index."""
+        words = self.page.request
+        for _ in range(400):
+            if words.get(f"{self.url}/api/runs/{run}").json()["progress"] == "":
+                return
+            self.page.wait_for_timeout(50)
+        raise AssertionError(f"{run} was not read in time")
+
+
+@pytest.fixture
+def visitor(browser, site, request):
+    made = Visitor(browser, site.url, **getattr(request, "param", {}))
+    yield made
+    made.context.close()
+    assert made.abroad == [], "a request left for another host"
+    assert made.errors == []
+
+
+def _row(page, name):
+    return page.locator("tr", has=page.get_by_role("link", name=name, exact=True))
+
+
+def test_all_runs_stand_in_a_table_with_their_state(visitor):
+    page = visitor.open("#/", "Runs")
+    for name in ("good", "dead", "hostile", "half", "large", "old"):
+        expect(page.get_by_role("link", name=name, exact=True)).to_be_visible()
+    expect(_row(page, "dead").locator(".badge")).to_have_text("dead")
+    expect(_row(page, "good").locator(".badge")).to_have_text("finished")
+
+
+def test_a_filter_of_runs_keeps_the_keyboard_and_stands_in_the_address(visitor):
+    page = visitor.open()
+    page.keyboard.press("/")
+    page.keyboard.type("hosti", delay=30)
+    expect(page.locator("tbody tr")).to_have_count(1)
+    expect(page.locator("#filter")).to_be_focused()
+    assert page.url.endswith("#/?search=hosti")
+
+
+def test_rows_by_keys_and_enter_opens_one(visitor):
+    page = visitor.open()
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.keyboard.press("k")
+    name = page.locator("tr.pick.at td").nth(1).inner_text()
+    page.keyboard.press("Enter")
+    expect(page.locator("h1").first).to_have_text(name)
+
+
+def test_help_lists_the_keys_and_closes(visitor):
+    page = visitor.open()
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog", name="Keys")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("dialog")).to_have_count(0)
+
+
+def test_a_run_has_its_bottleneck_its_curves_and_its_events(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good", "good")
+    expect(page.get_by_text("learner busy 99%")).to_be_visible()
+    for title in ("Held-out reward", "Pace", "Staleness in updates", "Entropy"):
+        card = page.get_by_role("region", name=title, exact=True)
+        expect(card.locator("canvas")).to_be_visible()
+    expect(page.locator("table", has_text="component death")).to_contain_text("out of memory")
+
+
+def test_a_curve_is_zoomed_by_dragging_and_the_address_keeps_it(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good")
+    box = page.get_by_role("region", name="Entropy", exact=True).locator(".u-over")
+    box.scroll_into_view_if_needed()
+    at = box.bounding_box()
+    page.mouse.move(at["x"] + at["width"] * 0.25, at["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(at["x"] + at["width"] * 0.5, at["y"] + 60, steps=5)
+    page.mouse.up()
+    expect(page.get_by_role("button", name=re.compile("show all"))).to_be_visible()
+    assert re.search(r"from=\d+&to=\d+", page.url)
+    page.reload()
+    visitor.settled()
+    page.get_by_role("button", name=re.compile("show all")).click()
+    expect(page.get_by_role("button", name=re.compile("show all"))).to_have_count(0)
+
+
+def test_a_chart_hands_out_its_numbers(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download Entropy as CSV").click()
+    lines = Path(download.value.path()).read_text().splitlines()
+    assert (
+        lines[0] == "series,step,value,low,high" and len(lines) == 121 and lines[1].startswith("train entropy,1,2.99")
+    )
+
+
+def test_any_metric_becomes_a_chart(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good")
+    page.locator("#filter").fill("tokens_total")
+    page.get_by_label("inference/tokens_total").check()
+    expect(page.get_by_role("region", name="inference/tokens_total", exact=True).locator("canvas")).to_be_visible()
+    assert "m=inference" in page.url
+
+
+def test_a_stall_is_found_from_the_update_alone(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good/update?step=81", "Update 81")
+    first = page.get_by_role("region", name="Numbers").locator("tbody tr").first
+    expect(first).to_contain_text("train/grad_norm")
+    expect(page.get_by_role("button", name=re.compile("why .*--step 81"))).to_be_visible()
+    page.keyboard.press("j")
+    expect(page.locator("h1").first).to_have_text("Update 82")
+
+
+def test_the_ledger_in_three_units_and_a_ribbon_opens_its_groups(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good/ledger", "Ledger")
+    expect(page.get_by_text("the update waited too long")).to_be_visible()
+    page.get_by_role("button", name="tokens").click()
+    expect(page.get_by_role("group", name="Ledger in tokens")).to_be_visible()
+    page.get_by_role("button", name="rollouts").click()
+    page.get_by_role("link", name=re.compile("^stop → stale_step: 2 rollouts|→ stale_step: 2 rollouts")).first.click(
+        force=True
+    )
+    expect(page.locator("h1").first).to_have_text("Groups")
+    expect(page.locator("a.vrow")).to_have_count(1)
+    expect(page.locator("a.vrow")).to_contain_text("cats-0-3")
+
+
+def test_a_list_of_many_groups_draws_what_is_seen_and_scrolls_to_its_end(visitor):
+    visitor.read("many")
+    page = visitor.open("#/run/many/groups", "Groups")
+    expect(page.locator(".count")).to_contain_text("1,207 groups")
+    assert page.locator("a.vrow").count() < 80
+    page.locator(".virtual").evaluate("(list) => { list.scrollTop = list.scrollHeight; }")
+    expect(page.get_by_role("row", name=re.compile("cats-0-5 "))).to_be_visible()
+    assert page.locator("a.vrow").count() < 80
+
+
+def test_filters_narrow_the_list_and_are_the_address(visitor):
+    visitor.read("many")
+    page = visitor.open("#/run/many/groups")
+    page.get_by_label("reward from").fill("0.99")
+    page.get_by_label("reward from").press("Enter")
+    expect(page.locator(".count")).to_contain_text(re.compile(r"^1\d groups"))
+    assert "min_reward=0.99" in page.url
+    page.get_by_label("order").select_option("oldest")
+    expect(page.locator("a.vrow").first).to_contain_text("cats-0-0")
+
+
+def test_groups_by_keys_alone(visitor):
+    visitor.read("many")
+    page = visitor.open("#/run/many")
+    page.keyboard.press("g")
+    page.keyboard.press("g")
+    expect(page.locator("h1").first).to_have_text("Groups")
+    expect(page.locator("a.vrow").first).to_be_visible()
+    for _ in range(3):
+        page.keyboard.press("j")
+    expect(page.locator("a.vrow.at")).to_contain_text("cats-7-1196")
+    page.keyboard.press("Enter")
+    expect(page.locator("h1").first).to_have_text("cats-7-1196")
+    page.keyboard.press("u")
+    expect(page.locator("h1").first).to_have_text("Groups")
+
+
+def test_a_query_is_answered_in_a_table_whose_groups_are_links(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good/groups")
+    page.locator("#sql").fill("select group_id, count(*) as n from rollouts group by 1 order by 1")
+    page.locator("#sql").press("Control+Enter")
+    answer = page.get_by_role("region", name="Answer")
+    expect(answer.get_by_role("link", name="cats-0-10")).to_be_visible()
+    assert "sql=select" in page.url
+    page.locator("#sql").fill("drop table rollouts")
+    page.get_by_role("button", name="Ask").click()
+    expect(page.get_by_text("it must be one statement that reads")).to_be_visible()
+    visitor.errors.clear()  # the browser's own note of status 400
+
+
+def test_answers_side_by_side_colour_by_what_is_chosen(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good/group?id=cats-0-0", "cats-0-0")
+    expect(page.locator("article.answer")).to_have_count(4)
+    token = page.locator("article.answer .tok").first
+    by_logprob = token.evaluate("(node) => node.style.background")
+    page.locator("#color").select_option("advantage")
+    expect(page.locator(".scale")).to_contain_text("advantage")
+    assert page.locator("article.answer .tok").first.evaluate("(node) => node.style.background") != by_logprob
+    assert page.locator("article.answer .tok").first.get_attribute("title").startswith("p ")
+
+
+def test_what_differs_from_the_first_answer_is_marked(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good/group?id=cats-0-0")
+    expect(page.locator(".differs")).to_have_count(0)
+    page.locator("#diff").check()
+    expect(page.locator("article.answer").nth(2).locator(".differs").first).to_be_visible()
+    assert page.locator("article.answer").nth(0).locator(".differs").count() == 0
+
+
+def test_turns_tools_and_where_reward_fell(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good/group?id=tools-0-0")
+    article = page.locator("article.answer").first
+    expect(article.locator(".given-turn")).to_contain_text("<result>6</result>")
+    expect(article.locator(".earned")).to_have_text("+1.00")
+
+
+def test_a_group_that_was_never_stored_says_why(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good/group?id=cats-0-5")
+    expect(page.get_by_text("the update waited too long").first).to_be_visible()
+
+
+def test_hostile_text_is_text(visitor):
+    visitor.read("hostile")
+    page = visitor.open("#/run/hostile/group?id=cats-1-0")
+    expect(page.locator("article.answer").first).to_contain_text("<script>window.harmed = 1</script>")
+    shown = page.locator("article.answer").nth(1).inner_text()
+    assert "\\u202e" in shown and "\u202e" not in shown and "\\x1b" in shown
+    page.goto(f"{visitor.url}/#/run/hostile")
+    visitor.settled()
+    expect(page.get_by_text("<img src=x onerror=").first).to_be_visible()
+    assert page.evaluate(
+        "() => window.harmed === undefined && document.querySelectorAll('main script, main img').length === 0"
+    )
+
+
+def test_a_megabyte_of_tokens_is_cut_and_says_so(visitor):
+    visitor.read("large")
+    page = visitor.open("#/run/large/group?id=cats-9-0")
+    expect(page.get_by_text("Only the first tokens are shown")).to_be_visible()
+    assert page.locator("article .tok").count() <= 4096
+
+
+def test_a_half_written_part_is_named_and_the_rest_is_there(visitor):
+    visitor.read("half")
+    page = visitor.open("#/run/half")
+    expect(page.get_by_text(re.compile("part-b.parquet")).first).to_be_visible()
+    page = visitor.open("#/run/half/group?id=cats-0-0")
+    expect(page.locator("article.answer")).to_have_count(4)
+
+
+def test_a_run_of_the_oldest_format_is_read(visitor):
+    visitor.read("old")
+    page = visitor.open("#/run/old/groups")
+    expect(page.locator("a.vrow")).to_have_count(1)
+    page.locator("a.vrow").click()
+    expect(page.locator(".reward")).to_have_text("0.750")
+
+
+def test_the_timeline_leads_to_a_group(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good/timeline", "Timeline")
+    page.get_by_role("link", name=re.compile("^cats-0-1:")).click(force=True)
+    expect(page.locator("h1").first).to_have_text("cats-0-1")
+
+
+def test_lessons_and_their_states(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good/lessons", "Lessons")
+    expect(page.locator(".node.graduated")).to_contain_text("cats")
+    expect(page.get_by_text("0.9 ≥ 0.8")).to_be_visible()
+
+
+def test_the_sick_simulator_stands_first(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good/fleet", "Fleet")
+    first = page.get_by_role("region", name="Simulators, the sickest first").locator("tbody tr").first
+    expect(first).to_contain_text("fleet-0 process 1")
+    expect(first).to_contain_text("the floor is lava")
+
+
+def test_is_b_better_than_a_in_words_from_two_ticks(visitor):
+    visitor.read("good")
+    visitor.read("weak")
+    page = visitor.open()
+    page.get_by_label("Compare weak").check()
+    page.get_by_label("Compare good").check()
+    page.get_by_role("main").get_by_role("link", name="Compare", exact=True).click()
+    expect(page.locator(".verdicts")).to_contain_text("yes, good is better than weak")
+    expect(page.get_by_role("img", name=re.compile("yes, good is better"))).to_be_visible()
+    page.locator("#by").select_option("tokens")
+    expect(page.get_by_text("by tokens trained").first).to_be_visible()
+
+
+def test_two_runs_that_are_alike_are_not_called_different(visitor):
+    visitor.read("good")
+    page = visitor.open("#/compare?a=good&b=good")
+    expect(page.locator(".verdicts")).to_contain_text("no difference was seen")
+
+
+def test_an_address_is_the_whole_state(browser, visitor):
+    visitor.read("many")
+    address = "#/run/many/groups?min_reward=0.5&order=reward&row=2"
+    one = visitor.open(address).locator("a.vrow.at").inner_text()
+    other = Visitor(browser, visitor.url)
+    assert other.open(address).locator("a.vrow.at").inner_text() == one and "tools-0-0" in one
+    other.context.close()
+
+
+def test_back_goes_back(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good/ledger", "Ledger")
+    page.get_by_role("link", name="Fleet").click()
+    expect(page.locator("h1").first).to_have_text("Fleet")
+    page.go_back()
+    expect(page.locator("h1").first).to_have_text("Ledger")
+
+
+def test_dark_and_light_by_the_system_and_by_the_switch(browser, site):
+    visitor = Visitor(browser, site.url, color_scheme="dark")
+    page = visitor.open()
+    ground = "() => getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(ground)
+    page.locator("#theme").click()
+    light = page.evaluate(ground)
+    assert dark != light
+    page.reload()
+    visitor.settled()
+    assert page.evaluate(ground) == light
+    visitor.context.close()
+
+
+def test_an_unknown_page_and_an_unknown_run_say_so(visitor):
+    page = visitor.open("#/run/good/nothing")
+    expect(page.get_by_text("There is no page nothing.")).to_be_visible()
+    page = visitor.open("#/run/gone")
+    expect(page.get_by_text("there is no run 'gone' here")).to_be_visible()
+    visitor.errors.clear()  # the browser's own notes of status 404
+
+
+def test_a_live_run_grows_on_the_page(browser, tmp_path):
+    directory = write_run(tmp_path / "live")
+    measure(directory, 5, lambda step: 0.5)
+    status = {"state": "running", "pid": os.getpid(), "steps": 10, "time": 4e9}
+    directory.write_status({**status, "step": 5})
+    served = Served(tmp_path / "live", tmp_path / "cache")
+    visitor = Visitor(browser, served.url)
+    page = visitor.open("")
+    expect(page.locator("h1").first).to_have_text("live")
+    expect(page.locator("#news")).to_have_text("live, update 5")
+    metrics = MetricsLog(directory.metrics_path)
+    metrics.append(6, {"train/entropy": 123.0})
+    metrics.close()
+    directory.write_status({**status, "step": 6})
+    expect(page.locator("#news")).to_have_text("live, update 6", timeout=20_000)
+    expect(page.get_by_role("region", name="Entropy", exact=True)).to_contain_text("123", timeout=20_000)
+    fates = JsonLinesLog(directory.fates_path)
+    fates.append(
+        {"rollout_id": "cats-0-2/0", "fate": "evicted", "reason": "no room", "step": 6, "lineage": 0, "time": 2.0}
+    )
+    fates.close()
+    page.get_by_role("link", name="Ledger").click()
+    expect(page.get_by_text("no room")).to_be_visible(timeout=20_000)
+    visitor.context.close()
+    served.end()
+    assert visitor.errors == [] or all("ERR_" in error for error in visitor.errors)
+
+
+def test_a_token_is_refused_accepted_and_gone_from_the_address(browser, parent, tmp_path):
+    served = Served(parent / "good", tmp_path / "cache", TOKEN)
+    visitor = Visitor(browser, served.url)
+    assert visitor.page.goto(served.url).status == 401
+    assert visitor.page.goto(f"{served.url}/?token=wrong-token-here").status == 401
+    visitor.page.goto(f"{served.url}/?token={TOKEN}")
+    visitor.settled()
+    assert TOKEN not in visitor.page.url and visitor.page.evaluate("() => document.cookie") == ""
+    visitor.context.close()
+    served.end()
+
+
+def test_a_bundle_opens_from_the_disk(browser, parent, tmp_path):
+    runs = tmp_path / "runs"
+    for name in ("good", "weak", "hostile"):
+        shutil.copytree(parent / name, runs / name)
+    write_bundle(runs, tmp_path / "out")
+    visitor = Visitor(browser, f"file://{tmp_path}/out")
+    page = visitor.open("index.html", "Runs")
+    page.get_by_role("link", name="good", exact=True).click()
+    expect(page.get_by_role("region", name="Entropy", exact=True).locator("canvas")).to_be_visible()
+    page.goto(f"{visitor.url}/index.html#/run/good/groups?state=trained")
+    expect(page.locator("a.vrow")).to_have_count(3)
+    page.locator("a.vrow").first.click()
+    expect(page.locator("article.answer").first).to_be_visible()
+    page.goto(f"{visitor.url}/index.html#/compare?a=weak&b=good")
+    expect(page.locator(".verdicts")).to_contain_text("yes, good is better than weak")
+    page.goto(f"{visitor.url}/index.html#/run/hostile/group?id=cats-1-0")
+    expect(page.locator("article.answer").first).to_contain_text("<script>")
+    assert page.evaluate("() => window.harmed === undefined")
+    visitor.context.close()
+    assert visitor.errors == [] and visitor.abroad == []
+
+
+PAGES = [
+    "#/", "#/run/good", "#/run/good/ledger", "#/run/good/groups", "#/run/good/group?id=tools-0-0",
+    "#/run/good/timeline", "#/run/good/lessons", "#/run/good/fleet", "#/run/good/update?step=2",
+    "#/compare?a=weak&b=good",
+]  # fmt: skip
+
+# After axe-core's rules color-contrast, label, button-name, link-name, svg-img-alt, duplicate-id, page-has-heading-one.
+CHECK = """() => {
+  const found = [];
+  const name = (node) => (node.getAttribute('aria-label') || node.getAttribute('title') || node.textContent
+    || node.labels?.[0]?.textContent || '').trim();
+  for (const node of document.querySelectorAll('button, a[href], input, select, textarea'))
+    if (!name(node) && node.offsetParent !== null) found.push(`no name: ${node.outerHTML.slice(0, 90)}`);
+  for (const node of document.querySelectorAll('svg[role=img], svg[role=group]'))
+    if (!node.getAttribute('aria-label')) found.push('svg without a name');
+  const ids = [...document.querySelectorAll('[id]')].map((node) => node.id);
+  if (new Set(ids).size !== ids.length) found.push(`ids twice: ${ids}`);
+  if (document.querySelectorAll('h1').length !== 1) found.push('not one h1');
+  if (!document.documentElement.lang || !document.title) found.push('no language or title');
+  const parse = (text) => { const m = text.match(/[\\d.]+/g).map(Number); return [m[0], m[1], m[2], m[3] ?? 1]; };
+  const part = (v) => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; };
+  const light = ([r, g, b]) => 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
+  const ground = (node) => {
+    const layers = [];
+    for (let at = node; at; at = at.parentElement) {
+      const c = parse(getComputedStyle(at).backgroundColor);
+      if (c[3] > 0) layers.push(c);
+      if (c[3] === 1) break;
+    }
+    const over = (below, c) => [0, 1, 2].map((i) => c[i] * c[3] + below[i] * (1 - c[3]));
+    return layers.reverse().reduce(over, [255, 255, 255]);
+  };
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let text = walker.nextNode(); text; text = walker.nextNode()) {
+    const node = text.parentElement;
+    if (!text.data.trim() || node.closest('svg, canvas, option, script, noscript, .unseen, .skip')) continue;
+    if (!node.getClientRects().length) continue;
+    const style = getComputedStyle(node);
+    const [a, b] = [light(parse(style.color)), light(ground(node))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05), size = parseFloat(style.fontSize);
+    const least = size >= 24 || (size >= 18.66 && Number(style.fontWeight) >= 700) ? 3 : 4.5;
+    if (ratio < least) found.push(`contrast ${ratio.toFixed(2)}: ${text.data.trim().slice(0, 40)} (${node.className})`);
+  }
+  return [...new Set(found)];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast_and_names_on_every_page(browser, site, scheme):
+    visitor = Visitor(browser, site.url, color_scheme=scheme)
+    visitor.open()
+    for run in ("good", "weak"):
+        visitor.read(run)
+    found = {}
+    for address in PAGES:
+        page = visitor.open(address)
+        if "groups" in address:
+            expect(page.locator("a.vrow").first).to_be_visible()
+        if problems := page.evaluate(CHECK):
+            found[address] = problems
+    visitor.context.close()
+    assert found == {}
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_wider_than_the_window(browser, site, width):
+    visitor = Visitor(browser, site.url)
+    visitor.page.set_viewport_size({"width": width, "height": 800})
+    for address in PAGES:
+        page = visitor.open(address)
+        over = page.evaluate("() => document.documentElement.scrollWidth - window.innerWidth")
+        assert over <= 0, f"{address} is {over} px too wide at {width}"
+    visitor.context.close()
