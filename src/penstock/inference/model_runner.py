@@ -311,7 +311,7 @@ class ModelRunner:
                 yield _PAGES.format(rows, window), rows, "pages"
 
     def _decode_shape(self, rows: HostRows) -> tuple[str, int, DecodeKernel]:
-        """That of the program for what is live: a function of nothing else, and of whether the weights are the first."""
+        """That of the program for what is live: a function of that, and of whether the weights are the first."""
         slots, window, live = self._config.max_slots, self.window, rows["budget"] > 0
         if self.first and self._config.all_rows_at_first:
             return _DECODE.format(window), slots, "dense"
