@@ -74,7 +74,7 @@ def _compiling(model: ModelConfig, config: LearnerConfig) -> LazyPrograms:
     shapes = {name: jax.ShapeDtypeStruct(shape, model.dtype) for name, shape in model.parameter_shapes().items()}
     decoder = jax.eval_shape(partial(Decoder.from_arrays, model), shapes)
     learner = Learner(decoder, config, total_steps=1)
-    programs = LazyPrograms(learner.update_programs() | learner.scoring_programs(), lambda told: None)
+    programs = LazyPrograms(learner.programs(), lambda told: None)
     programs.compile()
     return programs
 
