@@ -102,7 +102,7 @@ def _pass_through(config: RunConfig) -> None:
     for step in range(2):
         runner.resize(engine.max_seq_len)
         runner.prefill(np.zeros(prompts, np.int32), np.zeros(engine.max_slots, np.int32))
-        runner.fork(np.arange(engine.max_slots, dtype=np.int32))
+        runner.fork({})
         runner.decode(rows)
         learner.update(_batch(config), step)
         runner.load(runner.prepare(learner.decoder))

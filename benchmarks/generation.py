@@ -1,14 +1,19 @@
 """Generation speed through the engine's own interface, beside what the machine can do.
 
-    python benchmarks/generation.py [--repeats 9] [--completions 64] [--tokens 64]
+    python -m benchmarks.generation [--repeats 9] [--completions 64] [--tokens 64]
+    python -m benchmarks.generation --ratios [--repeats 9]
 
 Each round submits every request at once and waits for the futures: admission, prefill, decoding, text, everything.
 Rounds of several settings are interleaved, so that a disturbed second hurts all of them, and medians are printed.
 The limit is what the matrix products alone would take at the rate measured on this machine for the decode step's own
 shapes, and what reading weights and cache once per step would take at the measured memory rate.
+
+`--ratios` compares what single programs cost: processor time of this process, the least of interleaved rounds, as
+multiples of a decode step of all 32 slots after 40 tokens each. Ratios hold where other processes share the machine.
 """
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from penstock.inference import EngineConfig, GenerationRequest, InferenceEngine
+from penstock.inference.dispatch import HostSamples
+from penstock.inference.model_runner import ModelRunner
+from penstock.inference.scheduler import SlotTable
 from penstock.model.language import Decoder, ModelConfig
 from penstock.types import Decoding, WeightVersion
 
@@ -133,12 +141,80 @@ def print_limit(rows: int, tokens: int) -> None:
     print(f"  {rows / (moved / rate):7,.0f} tokens/s by memory")
 
 
+RATIO_SLOTS, SHORT, LONG = 32, 40, 1000
+RATIO_SHAPES = EngineConfig(max_slots=RATIO_SLOTS, max_seq_len=1024, prefill_lengths=(PROMPT_TOKENS, 256))
+
+
+def rows_of(table: SlotTable, lengths: list[int], **first: float) -> dict[str, np.ndarray]:
+    """As the slots were after so many tokens each, with steps to go; `first` is what the first one asks for."""
+    rows = {name: array.copy() for name, array in table.rows.items()}
+    rows["positions"][: len(lengths)], rows["budget"][: len(lengths)] = lengths, RATIO_SHAPES.steps_per_dispatch
+    for name, value in first.items():
+        rows[name][0] = value
+    return rows
+
+
+def ratio_cases(runner: ModelRunner, table: SlotTable) -> dict[str, tuple[int, Callable[[], Any], float | None]]:
+    """By name: the cache's window, what is run, and the mark; a dispatch counts as its steps."""
+    short = [SHORT] * RATIO_SLOTS
+
+    def step(lengths: list[int], **first: float) -> Callable[[], Any]:
+        return functools.partial(runner.decode, rows_of(table, lengths, **first))
+
+    chunk = np.zeros(RATIO_SHAPES.prefill_chunk, np.int32)
+    return {
+        "a step, all slots short": (128, step(short), None),
+        "one live slot": (128, step([SHORT]), 0.4),
+        "8 live slots": (128, step([SHORT] * 8), None),
+        "one slot of 1,000 tokens among short ones": (1024, step([LONG, *short[1:]]), 1.2),
+        "all slots of 1,000 tokens": (1024, step([LONG] * RATIO_SLOTS), None),
+        "one slot asks for top-p": (128, step(short, top_p=0.9), 1.1),
+        "all ask for top-p": (128, functools.partial(runner.decode, all_top_p(table, short)), None),
+        "a sibling of a short prompt": (1024, functools.partial(runner.fork, {1: (0, SHORT)}), 0.3),
+        "a sibling of 1,000 tokens": (1024, functools.partial(runner.fork, {1: (0, LONG)}), 0.3),
+        "what a prompt of 1,000 tokens stalls others": (1024, functools.partial(runner.extend, chunk, 0, 744), 3.0),
+    }
+
+
+def all_top_p(table: SlotTable, lengths: list[int]) -> dict[str, np.ndarray]:
+    rows = rows_of(table, lengths)
+    rows["top_p"][:] = 0.9
+    return rows
+
+
+def print_ratios(repeats: int) -> None:
+    runner = ModelRunner(Decoder.initialise(MODEL, jax.random.key(0)), RATIO_SHAPES)
+    cases = ratio_cases(runner, SlotTable(RATIO_SLOTS, 1))
+    least = dict.fromkeys(cases, float("inf"))
+    for number in range(repeats + 1):
+        for name, (window, run, _) in cases.items():
+            runner.resize(window)
+            jax.block_until_ready(runner.cache)
+            began = time.process_time()
+            found = run()
+            jax.block_until_ready(runner.cache)
+            spent = time.process_time() - began
+            steps = int(found.count.max()) if isinstance(found, HostSamples) else 1
+            if number:  # the first compiles
+                least[name] = min(least[name], spent / steps)
+    unit = next(iter(least.values()))
+    print(f"{MODEL.parameter_count:,} parameters, float32, {RATIO_SLOTS} slots, short: {SHORT} tokens")
+    print(f"{'':46s}{'CPU ms':>8s}{'steps':>8s}{'mark':>8s}")
+    for name, (_, _, mark) in cases.items():
+        ratio = least[name] / unit
+        verdict = "" if mark is None else f"{mark:8.1f}  {'reached' if ratio <= mark else 'missed'}"
+        print(f"{name:46s}{least[name] * 1e3:8.2f}{ratio:8.2f}{verdict}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--completions", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--ratios", action="store_true", help="what single programs cost, in decode steps")
     options = parser.parse_args()
+    if options.ratios:
+        return print_ratios(options.repeats)
     decoder = Decoder.initialise(MODEL, jax.random.key(0))
     room = PROMPT_TOKENS + options.tokens
     tight, ready_s = started_engine(decoder, options.completions, 8, room)

@@ -15,7 +15,7 @@ others use, too, `--processors 1` and the processor seconds are what can be comp
     segments the same; torch: a padded batch of the 64 sequences
 
 Torch is PyTorch eager with its fused attention (`sdpa`), as transformers calls it, in micro-batches of as many tokens.
-It keeps what the backward pass needs, and so does Penstock here (`remat: false`).
+It keeps what the backward pass needs, and so does Penstock here (`remat: products`).
 """
 
 import argparse

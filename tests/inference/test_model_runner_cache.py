@@ -1,8 +1,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from penstock.inference.decoding import append, create_cache, fork, insert, resize
+from penstock.inference.decoding import Moves, append, create_cache, fork, insert, resize
+from penstock.inference.model_runner import ONE_DEVICE
 from penstock.model.language import ModelConfig
 
 MODEL = ModelConfig(
@@ -44,13 +46,37 @@ def test_resize_keeps_what_fits_and_adds_zeros():
 
 def test_insert_gives_all_samples_of_a_prompt_the_same_row_and_leaves_the_rest():
     before, rows = numbered(4, 6).values[2], -numbered(2, 3).values[2]
-    after = insert(before, rows, jnp.array([1, -1, 1, 0], jnp.int32))
+    after = insert(before, rows, Moves.of({0: (1, 3), 2: (1, 3), 3: (0, 3)}, 4, 3))
     expected = np.array(before)
     expected[0, :, :3], expected[2, :, :3], expected[3, :, :3] = rows[1], rows[1], rows[0]
     np.testing.assert_array_equal(after, expected)
 
 
-def test_fork_reads_before_it_writes():
-    before = numbered(3, 4).keys[0]
-    after = fork(before, jnp.array([1, 0, 2], jnp.int32))
-    np.testing.assert_array_equal(after, np.asarray(before)[[1, 0, 2]])
+def test_long_prompts_are_copied_by_pages_the_last_of_which_may_be_short():
+    before, rows = numbered(2, 300).keys[1], -numbered(1, 290).keys[1]
+    moves = Moves.of({1: (0, 290)}, 2, 290)
+    assert int(moves.count) == 3 and moves.starts.tolist() == [0, 128, 256, 0, 0, 0]
+    expected = np.array(before)
+    expected[1, :, :290] = rows[0]
+    np.testing.assert_array_equal(insert(before, rows, moves), expected)
+
+
+def test_fork_copies_the_pages_that_are_asked_for_and_nothing_else():
+    before = numbered(3, 300).keys[0]
+    after = fork(before, Moves.of({1: (0, 129), 2: (0, 5)}, 3, 300))
+    expected = np.array(before)
+    expected[1, :, :256], expected[2, :, :128] = expected[0, :, :256], expected[0, :, :128]
+    np.testing.assert_array_equal(after, expected)
+    np.testing.assert_array_equal(fork(before, Moves.of({}, 3, 300)), before)
+
+
+@pytest.mark.parametrize("program", ["fork", "insert"])
+def test_what_moves_entries_writes_into_the_donated_array_and_copies_none(program):
+    cached, prefilled = numbered(4, 300).keys[0], numbered(2, 130).keys[0]
+    lowered = {
+        "fork": lambda: ONE_DEVICE.fork.lower(cached, Moves.of({}, 4, 300)),
+        "insert": lambda: ONE_DEVICE.insert.lower(cached, prefilled, Moves.of({}, 4, 130)),
+    }[program]()
+    compiled = lowered.compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == cached.nbytes
+    assert compiled.memory_analysis().temp_size_in_bytes < cached.nbytes // 2  # a page, not a copy of the array

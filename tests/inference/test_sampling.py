@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax
 
-from penstock.inference.sampling import block_width, draw, sample, truncate, uniforms
+from penstock.inference.sampling import block_width, draw, sample, truncate, truncate_some, uniforms
 
 ALMOST_ONE = np.float32(1 - 2**-24)
 
@@ -38,6 +38,16 @@ def chi_square(tokens, probabilities):
     observed = np.bincount(tokens, minlength=len(probabilities))
     expected = probabilities * len(tokens)
     return float(((observed - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("asking", [(), (2,), (0, 3, 4, 5, 8), range(9)])
+def test_only_rows_that_ask_are_truncated_and_as_if_all_were(asking):
+    weights = jnp.asarray(np.random.default_rng(2).random((9, 4, 5)), jnp.float32)
+    asked = np.isin(np.arange(9), list(asking))
+    options = jnp.where(asked, 3, 99), jnp.where(asked, 0.6, 1.0), jnp.where(asked, 0.1, 0.0)
+    found = truncate_some(weights, jnp.asarray(asked), *options)
+    np.testing.assert_array_equal(found, truncate(weights, *options))
+    assert ((np.asarray(found) == 0).any((1, 2)) == asked).all()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -20,7 +20,7 @@ name only the pages that they have filled (``pages``). Which one is fixed when a
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -35,7 +35,7 @@ from penstock.inference.dispatch import DeviceSamples, SlotRows
 from penstock.inference.sampling import sample, uniforms
 from penstock.model.arrays import joined_digests, lower_digests, named_leaves
 from penstock.model.language import Decoder, Layer, ModelConfig, Segments, grouped_attention, rotary_tables
-from penstock.model.language.attention import Pages, attention, paged_attention
+from penstock.model.language.attention import Pages, attention, page_positions, paged_attention
 from penstock.model.language.attention_choice import AttentionKernel
 from penstock.model.language.decoder import stack_names
 
@@ -88,28 +88,66 @@ def resize(
     return jnp.pad(cached, ((0, 0), (0, 0), (0, extra), (0, 0))) if extra > 0 else cached[:, :, :window]
 
 
+class Moves(NamedTuple):
+    """Which pages of cached entries are copied where, one after the other.
+
+    Attributes:
+        sources: Row or slot that each is read from.
+        targets: Slot that it is written to.
+        starts: Its first position, there and here.
+        count: How many there are; what the arrays hold beyond is not read.
+    """
+
+    sources: Int32[Array, " moves"]
+    targets: Int32[Array, " moves"]
+    starts: Int32[Array, " moves"]
+    count: Int32[Array, ""]
+
+    @classmethod
+    def of(cls, sources: Mapping[int, tuple[int, int]], slots: int, length: int) -> "Moves":
+        """The pages of positions that slots take from elsewhere, on the device.
+
+        Args:
+            sources: By target: the source, and how many positions.
+            slots: How many slots the cache has.
+            length: Positions of the arrays that are read.
+        """
+        size = page_positions(length)
+        pages = [(row, slot, at) for slot, (row, reach) in sources.items() for at in range(0, reach, size)]
+        found = np.zeros((3, slots * -(-length // size)), np.int32)
+        found[:, : len(pages)] = np.array(pages, np.int32).reshape(-1, 3).T
+        rows, targets, starts = map(jax.device_put, found)
+        return cls(rows, targets, starts, jax.device_put(np.int32(len(pages))))
+
+
 def insert(
     cached: Float[Array, "slots kv_heads window head_dim"],
     prefilled: Float[Array, "rows kv_heads length head_dim"],
-    source: Int32[Array, " slots"],
+    moves: Moves,
 ) -> Float[Array, "slots kv_heads window head_dim"]:
-    """Copies prefilled prompts into slots; the n samples of a prompt all name the same row.
+    """Copies pages of prefilled prompts into slots, and touches nothing else.
 
     Args:
         cached: An array of the cache; its window is at least the prefill's.
         prefilled: The same array of the prefill's cache, whose slots are its rows.
-        source: For each slot the row it takes; −1 leaves the slot as it is.
+        moves: In pages of the prefill's length; the n samples of a prompt name the same row.
     """
-    kept = cached[:, :, : prefilled.shape[2]]
-    head = jnp.where((source >= 0)[:, None, None, None], prefilled[jnp.maximum(source, 0)], kept)
-    return jax.lax.dynamic_update_slice(cached, head, (0, 0, 0, 0))
+    return lax.fori_loop(0, moves.count, lambda number, into: _moved(into, prefilled, moves, number), cached)
 
 
 def fork(
-    cached: Float[Array, "slots kv_heads window head_dim"], source: Int32[Array, " slots"]
+    cached: Float[Array, "slots kv_heads window head_dim"], moves: Moves
 ) -> Float[Array, "slots kv_heads window head_dim"]:
-    """Every slot takes the content of the slot that `source` names; its own number changes nothing."""
-    return cached[source]
+    """Copies pages of slots that are no target themselves into others."""
+    return lax.fori_loop(0, moves.count, lambda number, into: _moved(into, into, moves, number), cached)
+
+
+def _moved(into: Array, source: Array, moves: Moves, number: Array) -> Array:
+    _, kv_heads, length, head_dim = source.shape
+    size = page_positions(length)
+    start = jnp.minimum(moves.starts[number], length - size)
+    page = lax.dynamic_slice(source, (moves.sources[number], 0, start, 0), (1, kv_heads, size, head_dim))
+    return lax.dynamic_update_slice(into, page, (moves.targets[number], 0, start, 0))
 
 
 class ServedWeights(eqx.Module):
@@ -166,10 +204,10 @@ def decode(
     """Runs up to `steps` decode steps for every live row.
 
     Args:
-        weights: What is served.
-        cache: Of all slots.
+        weights: Those that are served.
+        cache: The entries of all slots.
         rows: One per slot and in their order for ``dense``; any slots, each once, for ``pages``.
-        steps: Of one dispatch.
+        steps: At most so many in one dispatch.
         kernel: What computes attention.
     """
     count = rows.tokens.shape[0]
@@ -216,8 +254,8 @@ def decode_step(
     """Adds one token per live row to the cache and scores the next one.
 
     Args:
-        weights: What is served.
-        cache: Of all slots.
+        weights: Those that are served.
+        cache: The entries of all slots.
         rows: Newest tokens, their positions, and the slots where the rows lie.
         live: Whose tokens are added.
         pages: What attention reads; None: all of the cache, whose slots the rows then are.
@@ -267,4 +305,37 @@ def prefill(weights: ServedWeights, tokens: Int32[Array, "rows length"], kernel:
         keys.append(key.transpose(0, 2, 1, 3))
         values.append(value.transpose(0, 2, 1, 3))
         x = layer.finish(x, attention(query, key, value, whole_rows, kernel, window))
+    return KVCache(tuple(keys), tuple(values))
+
+
+def extend(
+    weights: ServedWeights,
+    cache: KVCache,
+    tokens: Int32[Array, " length"],
+    slot: Int32[Array, ""],
+    start: Int32[Array, ""],
+) -> KVCache:
+    """Adds the next tokens of a long prompt to what a slot holds of it.
+
+    Args:
+        weights: Those that are served.
+        cache: The entries of all slots.
+        tokens: Padded; padding beyond the prompt is overwritten by decoding, beyond the window it is not written.
+        slot: Which one; beyond the last it writes nothing.
+        start: Position of the first of them.
+    """
+    length, config = tokens.shape[0], weights.ends.config
+    positions, slots = start + jnp.arange(length, dtype=jnp.int32), jnp.full(length, slot, jnp.int32)
+    tables = {window: rotary_tables(config, positions, window) for window in dict.fromkeys(config.windows)}
+    seen = {window: _seen(positions, cache.window, window)[:, 0][None] for window in dict.fromkeys(config.windows)}
+    x = weights.ends.embed(tokens)
+    keys, values = [], []
+    for layer, window, cached_keys, cached_values in zip(
+        weights.layers, config.windows, cache.keys, cache.values, strict=True
+    ):
+        query, key, value = layer.project(x, *tables[window])
+        keys.append(append(cached_keys, key, slots, positions))
+        values.append(append(cached_values, value, slots, positions))
+        own_keys, own_values = (lax.dynamic_index_in_dim(cached, slot) for cached in (keys[-1], values[-1]))
+        x = layer.finish(x, grouped_attention(query[None], own_keys, own_values, seen[window])[0])
     return KVCache(tuple(keys), tuple(values))

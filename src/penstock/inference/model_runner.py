@@ -23,7 +23,7 @@ machines, several meshes, splitting a head, key heads kept on more than one devi
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,9 +36,11 @@ from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import (
     DecodeKernel,
     KVCache,
+    Moves,
     ServedWeights,
     create_cache,
     decode,
+    extend,
     fork,
     insert,
     prefill,
@@ -58,6 +60,7 @@ class CompiledSteps(NamedTuple):
     create: Callable[..., KVCache]
     decode: Callable[..., Any]
     prefill: Callable[..., KVCache]
+    extend: Callable[..., KVCache]
     insert: Callable[..., Array]
     fork: Callable[..., Array]
     resize: Callable[..., Array]
@@ -67,6 +70,7 @@ ONE_DEVICE = CompiledSteps(
     create=create_cache,
     decode=jax.jit(decode, static_argnames=("steps", "kernel"), donate_argnames="cache"),
     prefill=jax.jit(prefill, static_argnames="kernel"),
+    extend=jax.jit(extend, donate_argnames="cache"),
     insert=jax.jit(insert, donate_argnames="cached"),
     fork=jax.jit(fork, donate_argnames="cached"),
     resize=jax.jit(resize, static_argnames="window"),
@@ -83,6 +87,7 @@ def split_programs(split: "ModelSplit") -> CompiledSteps:
             decode, static_argnames=("steps", "kernel"), donate_argnames="cache", out_shardings=(cache, whole)
         ),
         prefill=jax.jit(prefill, static_argnames="kernel", out_shardings=cache),
+        extend=jax.jit(extend, donate_argnames="cache", out_shardings=cache),
         insert=jax.jit(insert, donate_argnames="cached", out_shardings=cache),
         fork=jax.jit(fork, donate_argnames="cached", out_shardings=cache),
         resize=jax.jit(resize, static_argnames="window", out_shardings=cache),
@@ -192,6 +197,7 @@ def _check_divides(model: ModelConfig, devices: int, section: str) -> None:
 _PAGES = "decode, {} rows by pages, window {}"
 _DECODE, _FORK, _RESIZE = "decode, window {}", "fork, window {}", "resize, window {} to {}"
 _PREFILL = "prefill, {} × {} prompt tokens"
+_EXTEND = "prefill, {} more prompt tokens, window {}"
 _INSERT = "insert, {} × {} prompt tokens, window {}"
 """Names of programs."""
 
@@ -202,6 +208,9 @@ class ModelRunner:
     Args:
         decoder: The first weights.
         config: Shapes, and over how many devices.
+
+    Attributes:
+        first: Whether the weights are the first version of all; see `EngineConfig.all_rows_at_first`.
 
     Raises:
         ConfigError: the model cannot be split over that many devices, or there are fewer.
@@ -214,6 +223,7 @@ class ModelRunner:
         self._split = ModelSplit.over(decoder.config, devices, config.section) if devices > 1 else None
         self._programs = ONE_DEVICE if self._split is None else split_programs(self._split)
         self._lazy: LazyPrograms | None = None
+        self.first = False
         self._weights = self._prepared(decoder, None)
         self._cache = self._programs.create(decoder.config, config.max_slots, self._windows[0])
 
@@ -221,6 +231,11 @@ class ModelRunner:
     def window(self) -> int:
         """Positions that fit into the cache at present."""
         return self._cache.window
+
+    @property
+    def cache(self) -> KVCache:
+        """As the last program leaves it; donated to the next one."""
+        return self._cache
 
     def prepare(self, decoder: Decoder) -> ServedWeights:
         """Weights as the programs take them, on their devices; what is served stays as it is. For any thread."""
@@ -251,10 +266,24 @@ class ModelRunner:
     def prefill(self, tokens: Int32[np.ndarray, "rows length"], source: Int32[np.ndarray, " slots"]) -> None:
         """Runs padded prompts and copies row ``source[s]`` into slot s (−1: none)."""
         self._need(_PREFILL.format(*tokens.shape), _INSERT.format(*tokens.shape, self.window))
-        kernel = self._prefill_kernel(tokens.shape[1])
-        prefilled = self._programs.prefill(self._weights, jax.device_put(tokens), kernel=kernel)
-        rows = jax.device_put(source)
-        self._cache = jax.tree.map(lambda *arrays: self._programs.insert(*arrays, rows), self._cache, prefilled)
+        length = tokens.shape[1]
+        prefilled = self._programs.prefill(self._weights, jax.device_put(tokens), kernel=self._prefill_kernel(length))
+        rows = {slot: (row, length) for slot, row in enumerate(source.tolist()) if row >= 0}
+        moves = Moves.of(rows, len(source), length)
+        self._cache = jax.tree.map(lambda *arrays: self._programs.insert(*arrays, moves), self._cache, prefilled)
+
+    @property
+    def whole(self) -> int | None:
+        """Prompts whose padded length is greater are prefilled by `extend`, chunk by chunk; None: no prompt."""
+        return 2 * self._config.prefill_chunk if self._by_pages else None
+
+    def extend(self, tokens: Int32[np.ndarray, " length"], slot: int, start: int) -> None:
+        """Adds up to a chunk of a prompt to what its slot holds, from that position on."""
+        chunk = self._config.prefill_chunk
+        self._need(_EXTEND.format(chunk, self.window))
+        padded = jax.device_put(np.pad(tokens, (0, chunk - len(tokens))))
+        place = jax.device_put(np.int32(slot)), jax.device_put(np.int32(start))
+        self._cache = self._programs.extend(self._weights, self._cache, padded, *place)
 
     @property
     def _platform(self) -> Platform:
@@ -282,8 +311,10 @@ class ModelRunner:
                 yield _PAGES.format(rows, window), rows, "pages"
 
     def _decode_shape(self, rows: HostRows) -> tuple[str, int, DecodeKernel]:
-        """That of the program for what is live: a function of nothing else."""
+        """That of the program for what is live: a function of that, and of whether the weights are the first."""
         slots, window, live = self._config.max_slots, self.window, rows["budget"] > 0
+        if self.first and self._config.all_rows_at_first:
+            return _DECODE.format(window), slots, "dense"
         count = next(b for b in self._config.decode_buckets if b >= live.sum()) if self._by_pages else slots
         size = page_positions(window)
         reach = (rows["positions"] + np.minimum(rows["budget"], self._steps))[live]
@@ -292,11 +323,15 @@ class ModelRunner:
             return _DECODE.format(window), slots, "dense"
         return _PAGES.format(count, window), count, "pages"
 
-    def fork(self, source: Int32[np.ndarray, " slots"]) -> None:
-        """Copies the cache of slot ``source[s]`` into slot s."""
+    def fork(self, sources: Mapping[int, tuple[int, int]]) -> None:
+        """Copies the beginning of slots.
+
+        Args:
+            sources: By slot: the one whose entries it takes, which is itself no key, and how many.
+        """
         self._need(_FORK.format(self.window))
-        slots = jax.device_put(source)
-        self._cache = jax.tree.map(lambda cached: self._programs.fork(cached, slots), self._cache)
+        moves = Moves.of(sources, self._config.max_slots, self.window)
+        self._cache = jax.tree.map(lambda cached: self._programs.fork(cached, moves), self._cache)
 
     def decode(self, rows: HostRows) -> HostSamples:
         """Runs one dispatch and waits for it.
@@ -342,7 +377,6 @@ class ModelRunner:
         for rows, length in sorted(self._prefill_shapes(smallest), key=lambda shape: (shape[1], -shape[0]))[:1]:
             first += [_PREFILL.format(rows, length), _INSERT.format(rows, length, smallest)]
         self._lazy.compile(first, urgent=True)
-        self._lazy.compile(name for name, _, kernel in self._decode_shapes(smallest) if kernel == "pages")
         for window, wider in pairwise(self._windows):
             self._lazy.compile([_RESIZE.format(window, wider), _DECODE.format(wider)])
         return self._lazy
@@ -379,7 +413,7 @@ class ModelRunner:
         """Every program in every shape, by what it is for."""
         run: Any = self._programs  # what is jitted can be lowered
         weights, config = self._weights, self._config
-        rows, slots = to_device(idle_rows), np.zeros(config.max_slots, np.int32)
+        rows = to_device(idle_rows)
         caches = {window: self._cache_shape(config.max_slots, window) for window in self._windows}
         found: dict[str, Any] = {}
         for window, cache in caches.items():
@@ -392,9 +426,15 @@ class ModelRunner:
                 lower = functools.partial(run.prefill.lower, weights, tokens, kernel=self._prefill_kernel(length))
                 found.setdefault(_PREFILL.format(count, length), lower)
                 found[_INSERT.format(count, length, window)] = functools.partial(
-                    run.insert.lower, cache.keys[0], prefilled.keys[0], slots
+                    run.insert.lower, cache.keys[0], prefilled.keys[0], Moves.of({}, config.max_slots, length)
                 )
-            found[_FORK.format(window)] = functools.partial(run.fork.lower, cache.keys[0], slots)
+            if self._extends(window):
+                tokens, zero = np.zeros(config.prefill_chunk, np.int32), np.int32(0)
+                lower = functools.partial(run.extend.lower, weights, cache, tokens, zero, zero)
+                found[_EXTEND.format(config.prefill_chunk, window)] = lower
+            found[_FORK.format(window)] = functools.partial(
+                run.fork.lower, cache.keys[0], Moves.of({}, config.max_slots, window)
+            )
         for window, other in [*pairwise(self._windows), *pairwise(reversed(self._windows))]:
             found[_RESIZE.format(window, other)] = functools.partial(
                 run.resize.lower, caches[window].keys[0], window=other
@@ -414,16 +454,24 @@ class ModelRunner:
             self.resize(window)
             for shape in self._decode_shapes(window):
                 self._decode(idle_rows, *shape)
-            self.fork(np.arange(slots, dtype=np.int32))
+            self.fork({})
 
         for window in self._windows:
             yield _DECODE.format(window), functools.partial(begin, window)
             for rows, length in self._prefill_shapes(window):
                 prefill = functools.partial(self.prefill, np.zeros((rows, length), np.int32), nowhere)
                 yield f"prefill, {rows} × {length} prompt tokens, window {window}", prefill
+            if self._extends(window):
+                extend = functools.partial(self.extend, np.zeros(1, np.int32), slots, 0)
+                yield _EXTEND.format(self._config.prefill_chunk, window), extend
         yield "digests", self._weights.digests
 
     def _prefill_shapes(self, window: int) -> Iterator[tuple[int, int]]:
         for length in self._config.prefill_buckets:
-            if length <= window:
+            if length <= min(window, self.whole or window):
                 yield from ((rows, length) for rows in self._config.prefill_row_counts(length))
+
+    def _extends(self, window: int) -> bool:
+        """Whether prompts that are prefilled by chunks fit into that window."""
+        buckets, whole = self._config.prefill_buckets, self.whole
+        return whole is not None and buckets[-1] > whole and window > max([0, *(b for b in buckets if b <= whole)])

@@ -4,7 +4,8 @@ A uniform belongs to a (sample seed, position), so a draw never depends on neigh
 cumulative sum is two-level (blocks of the vocabulary, then inside one block): sampling costs two passes over the
 logits, against one random number per vocabulary entry for the Gumbel trick, which is half of a decode step on a
 CPU. Top-k and top-p search their threshold by bisection on the bits of the probabilities: exact, and no sort. Min-p
-has its threshold already: one comparison.
+has its threshold already: one comparison. On a CPU only rows that ask for truncation are truncated; elsewhere all are
+where one asks, since a few large operations cost less there than many small ones.
 Log-probabilities are of the distribution before truncation.
 
 Not covered: penalties, logit bias.
@@ -19,6 +20,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 SIGNIFICANT_BITS = 30
 """A float32 in [0, 1] has zeros in its two highest bits."""
+
+TRUNCATED_AT_ONCE = 4
+"""Rows whose threshold is searched together: enough for a loop's overhead, few enough for a core's cache."""
 
 
 def uniforms(seeds: UInt32[Array, "rows 2"], positions: Int32[Array, " rows"]) -> Float32[Array, " rows"]:
@@ -56,14 +60,18 @@ def sample(
     Returns:
         Token ids and log-probabilities.
     """
-    vocab = logits.shape[1]
+    asked = (top_k < logits.shape[1]) | (top_p < 1.0) | (min_p > 0.0)
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     shifted = scaled - jnp.max(scaled, axis=1, keepdims=True)
     weights = _blocks(jnp.exp(shifted))
     sums = jnp.sum(weights, axis=2)
     kept, kept_sums = lax.cond(
-        jnp.any((top_k < vocab) | (top_p < 1.0) | (min_p > 0.0)),
-        lambda: _with_sums(truncate(weights, top_k, top_p, min_p)),
+        jnp.any(asked),
+        lambda: _with_sums(
+            lax.platform_dependent(
+                weights, asked, top_k, top_p, min_p, cpu=truncate_some, default=lambda w, _, *of: truncate(w, *of)
+            )
+        ),
         lambda: (weights, sums),
     )
     drawn = draw(kept, kept_sums, uniform)
@@ -122,6 +130,24 @@ def truncate(
         lambda: _most_probable(likely, top_k, top_p),
         lambda: likely,
     )
+
+
+def truncate_some(
+    weights: Float32[Array, "rows blocks width"],
+    asked: Bool[Array, " rows"],
+    top_k: Int32[Array, " rows"],
+    top_p: Float32[Array, " rows"],
+    min_p: Float32[Array, " rows"],
+) -> Float32[Array, "rows blocks width"]:
+    """`truncate` of the rows that ask for it, a few at once; the others are as they were."""
+    rows = weights.shape[0]
+    size, order = min(TRUNCATED_AT_ONCE, rows), jnp.argsort(~asked, stable=True)
+
+    def some(step: Array, kept: Array) -> Array:
+        chosen = lax.dynamic_slice_in_dim(order, jnp.minimum(step * size, rows - size), size)
+        return kept.at[chosen].set(truncate(weights[chosen], top_k[chosen], top_p[chosen], min_p[chosen]))
+
+    return lax.fori_loop(0, -(-jnp.sum(asked) // size), some, weights)
 
 
 def _most_probable(

@@ -20,8 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float32
 
-from penstock.batch import RowShape
-from penstock.batch.examples import longest_sample, minibatches_of
+from penstock.batch import RowShape, longest_sample, minibatches_of
 from penstock.learner import step as compiled
 from penstock.learner.config import LearnerConfig, LossConfig, OptimizerConfig
 from penstock.learner.critic import Critic, ValueHead, ValueTargets
@@ -37,6 +36,7 @@ from penstock.learner.metrics import (
 from penstock.learner.optimizer import (
     AppliedUpdate,
     OptimizerState,
+    WarmStart,
     applier,
     beside_base,
     from_named,
@@ -60,7 +60,6 @@ from penstock.learner.step import (
     score_plan,
     scored_lengths,
 )
-from penstock.learner.warm_start import WarmStart
 from penstock.model.language import Decoder, named_arrays, save_decoder
 from penstock.model.language.adapter import base_digest
 from penstock.model.language.attention_choice import check_attention, platform_named
@@ -107,13 +106,12 @@ class Learner:
         self.coming: Callable[[int], TrainingBatch | None] = lambda step: None
         self._ahead: tuple[str, UpdatePlan] | None = None  # of the batch with that id
         self._coming_id = ""
-        self._step = 0
-        self._skipped_in_a_row = 0
+        self._step, self._skipped_in_a_row = 0, 0
         options = _forward_options(config, decoder)
         self._state = initial_state(config.optimizer, decoder)
         self._reference = ReferenceWeights(config.kl, decoder)
-        self._warm_start = WarmStart(config, options)
         frozen = config.optimizer.frozen
+        self._warm_start = WarmStart(config, compiled.supervised_accumulator(options, frozen))
         self._zeros = compiled.zeros_maker(frozen)
         self._critic = Critic(config, decoder.config.hidden_size)
         sources = _proximal_source(config), config.kl, config.critic
@@ -580,9 +578,8 @@ def _compiling(lowered: Mapping[str, Callable[[], Any]]) -> Programs:
 
 
 def _proximal_source(config: LearnerConfig) -> compiled.ProximalSource:
-    if config.proximal == "behaviour":
-        return "behaviour"
-    return "stored" if config.recomputes_proximal else "current"
+    computed = "stored" if config.recomputes_proximal else "current"
+    return "behaviour" if config.proximal == "behaviour" else computed
 
 
 def _forward_options(config: LearnerConfig, decoder: Decoder) -> compiled.ForwardOptions:

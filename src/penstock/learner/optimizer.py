@@ -6,7 +6,7 @@ last bit, so the state then holds a float32 copy. Names of the state's arrays ar
 what is in it.
 
 Arrays that are frozen have no part in any of it: no gradient is computed of them (`split_frozen`), and the state has
-nothing of them.
+nothing of them. The supervised steps before reinforcement learning have an optimiser of their own (`WarmStart`).
 
 *Offloaded*, moments and master lie in the host's memory, which a chip reads by itself; an AdamW step takes one piece of
 an array after the other (a layer of a stack) to the chip and back, so that of the state no more than pieces are there.
@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, final
 
 import equinox as eqx
 import jax
@@ -25,9 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Bool, Float32, PyTree
 
-from penstock.learner.config import STACKED, OptimizerConfig
+from penstock.learner.config import STACKED, LearnerConfig, OptimizerConfig
 from penstock.model.language.config import ADAPTER, ModelConfig
 from penstock.types import CheckpointError, ConfigError
 
@@ -226,7 +227,8 @@ def _are_shapes(tree: PyTree) -> bool:
 
 def _initial_in_host(config: OptimizerConfig, trained: PyTree) -> OptimizerState:
     """The same in the host's memory, but for the counter; of no array more than one is on the chip meanwhile."""
-    on_chip = jax.tree.leaves(trained)[0].sharding
+    placed = jax.tree.leaves(trained)[0].sharding  # None of shapes that are of no device
+    on_chip = SingleDeviceSharding(jax.devices()[0]) if placed is None else placed
     in_host = on_chip.with_memory_kind(_HOST)
     whole, shapes = config.model_copy(update={"offload": False, "frozen": ()}), _are_shapes(trained)
     kinds = jax.eval_shape(partial(initial_state, whole), trained)
@@ -531,3 +533,47 @@ def _array_of(name: str) -> str:
     """The model's array that an array of the state belongs to; its own name where it belongs to none."""
     found = _OF_ARRAY.fullmatch(name)
     return name if found is None else found[1]
+
+
+@final
+class WarmStart:
+    """The supervised phase's own optimiser; empty before and after.
+
+    Args:
+        config: The learner's; what counts is `warm_start`, without which nothing can be begun.
+        accumulate: Compiled, as `penstock.learner.step.supervised_accumulator` gives it.
+
+    Attributes:
+        state: The optimiser's; None before and after.
+        accumulate: As given.
+        apply: Compiled optimiser step.
+    """
+
+    def __init__(self, config: LearnerConfig, accumulate: Any) -> None:
+        self._config = config
+        self.accumulate = accumulate
+        self.state: OptimizerState | None = None
+        self._steps_done = 0
+        if config.warm_start is not None:
+            self._optimizer: OptimizerConfig = config.warm_start.optimizer(config.optimizer)
+            self.apply = applier(self._optimizer)
+
+    def begin(self, decoder: PyTree) -> OptimizerState:
+        """The state, a new one at the first step.
+
+        Raises:
+            ConfigError: no warm start is configured.
+        """
+        if self._config.warm_start is None:
+            raise ConfigError("supervised_update needs learner.warm_start: steps, batch_size, learning_rate")
+        return initial_state(self._optimizer, decoder) if self.state is None else self.state
+
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        assert self._config.warm_start is not None
+        self._steps_done += 1
+        return learning_rate(self._optimizer, self._steps_done - 1, self._config.warm_start.steps)
+
+    def discard(self) -> None:
+        """The phase is over."""
+        self.state = None

@@ -145,7 +145,7 @@ def test_a_preset_s_own_value_is_no_value_of_its_own():
 READ_BY_NAME = {
     "async": "as `asynchronous`, before anything else is validated",
     "top_k": "SAMPLING_FIELDS", "top_p": "SAMPLING_FIELDS", "min_p": "SAMPLING_FIELDS",
-    "tensorboard": "TrackingConfig.services", "wandb": "TrackingConfig.services",
+    **dict.fromkeys(("mlflow", "tensorboard", "trackio", "wandb"), "TrackingConfig.services"),
 }  # fmt: skip
 """Keys that are read by other means than an attribute's name, and by which."""
 

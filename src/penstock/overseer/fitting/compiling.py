@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from penstock.inference.config import EngineConfig
-from penstock.inference.decoding import ServedWeights, create_cache
+from penstock.inference.decoding import Moves, ServedWeights, create_cache
 from penstock.inference.dispatch import to_device
 from penstock.inference.model_runner import ONE_DEVICE
 from penstock.inference.scheduler import SlotTable
@@ -155,19 +155,19 @@ class RunShapes:
         """Decoding and prefill at their largest; and what moves one layer's cache about."""
         run: Any = ONE_DEVICE
         slots, window = self.engine.max_slots, self.engine.max_seq_len
-        cache, nowhere = self.cache(slots, window), np.zeros(slots, np.int32)
+        cache = self.cache(slots, window)
         rows = jax.eval_shape(lambda: to_device(SlotTable(slots, self.engine.max_stop_token_ids).rows))
         steps = self.engine.steps_per_dispatch
         found = {
             "decode": functools.partial(run.decode.lower, self.weights, cache, rows, steps=steps),
-            "fork": functools.partial(run.fork.lower, cache.keys[0], nowhere),
+            "fork": functools.partial(run.fork.lower, cache.keys[0], Moves.of({}, slots, window)),
         }
         for count, length in self.prefills:
             tokens, prompts = np.zeros((count, length), np.int32), f"{count} × {length:,} prompt tokens"
             kernel = attention_kernel("auto", self._platform, length, self.model.dtype, self.model.shortest_window)
             prefill = functools.partial(run.prefill.lower, self.weights, tokens, kernel=kernel)
             found[f"prefill, {prompts}"] = prefill
-            prefilled = self.cache(count, length).keys[0]
+            prefilled, nowhere = self.cache(count, length).keys[0], Moves.of({}, slots, length)
             found[f"insert, {prompts}"] = functools.partial(run.insert.lower, cache.keys[0], prefilled, nowhere)
         return found
 

@@ -129,7 +129,7 @@ def candidates(config: RunConfig, on_cpu: bool, adaptable: bool) -> Iterator[tup
     """All changes that might make a run fit, the smallest first, and the run with each, its adapter left out.
 
     Args:
-        config: The run.
+        config: Of the run that is to be changed.
         on_cpu: Where there is no other memory to take anything to.
         adaptable: Whether its model is one that an adapter can be trained beside, and has none.
     """
