@@ -210,8 +210,7 @@ class ModelRunner:
         config: Shapes, and over how many devices.
 
     Attributes:
-        first: Whether the weights are a run's first. Where programs are compiled when they are needed, all rows then
-            run whatever is live, so that what a run does before its first update needs one program of decoding.
+        first: Whether the weights are the first version of all; see `EngineConfig.all_rows_at_first`.
 
     Raises:
         ConfigError: the model cannot be split over that many devices, or there are fewer.
@@ -312,9 +311,9 @@ class ModelRunner:
                 yield _PAGES.format(rows, window), rows, "pages"
 
     def _decode_shape(self, rows: HostRows) -> tuple[str, int, DecodeKernel]:
-        """That of the program for what is live: a function of nothing else, and of whether a run begins."""
+        """That of the program for what is live: a function of that, and of whether the weights are the first."""
         slots, window, live = self._config.max_slots, self.window, rows["budget"] > 0
-        if self.first and self._lazy is not None:
+        if self.first and self._config.all_rows_at_first:
             return _DECODE.format(window), slots, "dense"
         count = next(b for b in self._config.decode_buckets if b >= live.sum()) if self._by_pages else slots
         size = page_positions(window)
