@@ -259,7 +259,8 @@ def test_a_pause_that_waits_lets_what_runs_end_and_admits_nothing(engine, monkey
 
 def test_what_a_pause_waits_for_may_outgrow_the_window(engine, decoder, monkeypatch):
     paused = pause_during_first_dispatch(engine, monkeypatch, "wait")
-    (running,) = engine.submit([request(tokens=50)])
+    decoding = Decoding(max_output_tokens=50, stop_token_ids=(999,))
+    (running,) = engine.submit([GenerationRequest(PROMPT[:5], decoding, 0)])  # begins in a window of 16
     paused()
     (found,) = running.result(WAIT_S)
     np.testing.assert_allclose(found.response_logprobs, forward_logprobs(decoder, found), atol=1e-4)
