@@ -79,7 +79,7 @@ $(ADAPTERS_STAMP): pyproject.toml constraints.txt
 $(TRACKERS_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TRACKERS_VENV)
 	$(TRACKERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
-		--editable ".[dev,mlflow,tensorboard,trackio,wandb]" tensorboard
+		--editable ".[dev,mlflow,plot,tensorboard,trackio,wandb]" tensorboard
 	touch $(TRACKERS_STAMP)
 
 # It wants a distribution called vllm, and none of torch's companions, whose builds are for CUDA.
@@ -148,7 +148,7 @@ test-dashboard: $(DASHBOARD_STAMP)
 	$(BIN)/pytest -m dashboard -rs tests/dashboard/test_browser.py
 
 test-trackers: $(TRACKERS_STAMP)
-	$(TRACKERS_VENV)/bin/pytest -m "slow or not slow" -rs tests/tracking
+	$(TRACKERS_VENV)/bin/pytest -m "slow or not slow" -rs tests/tracking tests/dashboard/test_plot.py
 
 test-vllm: $(DEV_STAMP) $(VLLM_STAMP)
 	PENSTOCK_VLLM=$(CURDIR)/$(VLLM_VENV)/bin/vllm $(BIN)/pytest -m "slow or not slow" -rs \

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.inference import GenerationRequest, InferenceEngine
+from penstock.inference import EngineConfig, GenerationRequest, InferenceEngine
+from penstock.inference.config import InferenceConfig
 from penstock.inference.model_runner import ModelRunner
 from penstock.inference.scheduler import SlotTable
 from penstock.model.arrays import digests_of
@@ -75,12 +76,12 @@ def test_an_engine_that_serves_at_once_compiles_what_is_asked_for_and_tells_each
     engine.start(lazily=True)
     told = engine.compiling(WAIT_S)
     first = engine.submit([request(5, 3)])[0].result(WAIT_S)
-    early = {next(told).name for _ in range(5)}
+    early = {next(told).name for _ in range(6)}
     assert early == {
         "decode, window 16", "prefill, 2 × 9 prompt tokens", "insert, 2 × 9 prompt tokens, window 16",
-        "resize, window 16 to 63", "decode, window 63",
+        "decode, 1 rows by pages, window 16", "resize, window 16 to 63", "decode, window 63",
     }  # fmt: skip
-    assert len(counter.names) == 5  # each once, and nothing that is not told
+    assert len(counter.names) == 6  # each once, and nothing that is not told
     engine.set_weights(WeightVersion(0, 1), new)
     engine.wait_until_served(WeightVersion(0, 1), WAIT_S)
     assert engine.digests(WAIT_S)[1] == digests_of(named_arrays(new))
@@ -89,7 +90,7 @@ def test_an_engine_that_serves_at_once_compiles_what_is_asked_for_and_tells_each
     engine.compile_rest()
     engine.compile_rest()
     rest = list(told)  # ends: all are there
-    assert len(rest) == 15 - 5 - 2 == len(counter.names) and rest[-1].number == rest[-1].of == 15
+    assert len(rest) == 15 - 6 - 2 == len(counter.names) and rest[-1].number == rest[-1].of == 15
     counter.names = []
     futures = engine.submit([request(5, 3), request(50, 9, n=2, top_k=3), request(5, 6, seed=3), request(1, 60)])
     results = [future.result(WAIT_S) for future in futures]
@@ -167,17 +168,13 @@ def test_the_program_of_a_dispatch_is_chosen_by_what_is_live_alone(decoder, conf
     assert runner._decode_shape(rows_of(ragged | {1: 130, 2: 128})) == ("decode, window 300", 6, "dense")
 
 
-def test_a_runs_first_weights_decode_all_rows_where_programs_are_compiled_when_they_are_needed(decoder, config):
-    shapes = config.model_copy(update={"max_slots": 6, "max_seq_len": 300, "decode_rows": (1, 2), "windows": (128,)})
+@pytest.mark.parametrize("run", [True, False])
+def test_a_runs_first_weights_decode_all_rows(decoder, run):
+    shapes = (InferenceConfig if run else EngineConfig)(max_slots=6, max_seq_len=300, decode_rows=(1, 2))
     runner, one = ModelRunner(decoder, shapes), rows_of({5: 100})
+    assert runner._decode_shape(one)[1] == 1
     runner.first = True
-    assert runner._decode_shape(one)[1] == 1
-    lazy = runner.begin(SlotTable(6, 2).rows, lambda told: None)
-    assert runner._decode_shape(one) == ("decode, window 128", 6, "dense")
-    runner.first = False
-    assert runner._decode_shape(one)[1] == 1
-    assert lazy is not None
-    lazy.drop()
+    assert runner._decode_shape(one)[1] == (6 if run else 1)
 
 
 @pytest.mark.parametrize("lengths", [{3: 7}, {1: 140, 4: 3}, {0: 290, 1: 3, 2: 130, 5: 20}])

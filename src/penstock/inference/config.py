@@ -27,12 +27,17 @@ class EngineConfig(BaseModel):
 
     Attributes:
         section: Where a config has these keys; errors name them so.
+        all_rows_at_first: Whether version 0 decodes all rows, whatever is live, as a run's does: so that what happens
+            before its first update needs one program of decoding.
         max_slots: Responses that are generated at the same time.
         max_seq_len: Most tokens of a prompt and its response together.
         steps_per_dispatch: Most decode steps of one dispatch; arrivals, departures and new weights wait for at most
             this many tokens.
         prefill_rows: Most prompts in one prefill.
         prefill_tokens: Most padded tokens in one prefill, so that long prompts go in fewer rows.
+        prefill_chunk: Tokens of a long prompt that are prefilled between two dispatches, so that others go on
+            meanwhile; one that would be padded to at most twice as many is prefilled whole. On one CPU; other devices
+            prefill every prompt whole.
         prefill_lengths: Lengths that prompts are padded to, ascending; None chooses powers of four up to half of the
             largest possible prompt, which is always added.
         decode_rows: Rows that a decode step may have, ascending: the fewest that hold all live responses. None chooses
@@ -49,12 +54,14 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     section: ClassVar[str] = "inference"
+    all_rows_at_first: ClassVar[bool] = False
 
     max_slots: int = Field(default=64, gt=0)
     max_seq_len: int = Field(default=1024, gt=1)
     steps_per_dispatch: int = Field(default=8, gt=0)
     prefill_rows: int = Field(default=8, gt=0)
     prefill_tokens: int = Field(default=1024, gt=0)
+    prefill_chunk: int = Field(default=128, gt=0)
     prefill_lengths: tuple[int, ...] | None = None
     decode_rows: tuple[int, ...] | None = None
     windows: tuple[int, ...] | None = None
@@ -178,6 +185,8 @@ class InferenceConfig(EngineConfig):
         endpoint: Opens the policy to agents (`penstock.environments.AgentEnvironment`): whoever plays a lesson's
             rollouts listens on this machine's loopback address, with a key for each rollout.
     """
+
+    all_rows_at_first: ClassVar[bool] = True
 
     engine: Literal["builtin", "vllm", "openai"] = "builtin"
     external: ExternalConfig | None = None

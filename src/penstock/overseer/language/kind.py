@@ -18,6 +18,7 @@ from penstock.learner.reference import check_reference
 from penstock.model.language import Decoder, load_policy, named_arrays
 from penstock.model.language.config import ModelConfig, read_shape
 from penstock.model.language.decoder import decoder_digests
+from penstock.model.language.lora import is_adapter
 from penstock.model.programs import LazyPrograms, Programs
 from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_workers
@@ -73,7 +74,7 @@ def _compiling(model: ModelConfig, config: LearnerConfig) -> LazyPrograms:
     shapes = {name: jax.ShapeDtypeStruct(shape, model.dtype) for name, shape in model.parameter_shapes().items()}
     decoder = jax.eval_shape(partial(Decoder.from_arrays, model), shapes)
     learner = Learner(decoder, config, total_steps=1)
-    programs = LazyPrograms(learner.update_programs() | learner.scoring_programs(), lambda told: None)
+    programs = LazyPrograms(learner.programs(), lambda told: None)
     programs.compile()
     return programs
 
@@ -100,7 +101,7 @@ def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
     except ConfigError:
         return
     try:
-        trained = read_shape(folder, asked.dtype)
+        trained = read_shape(folder, asked.dtype, _base_now(config, checkpoint))
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{folder} is not the config of a language model: {error}") from error
     state = read_state(checkpoint)
@@ -118,6 +119,11 @@ def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
         lambda name: f"model.{name}" if name in ("dtype", "lora") else f"{place}{name}",
         remedy,
     )
+
+
+def _base_now(config: RunConfig, checkpoint: Path) -> str | None:
+    """Where the base of a checkpoint's adapter lies by the configuration; None: where the adapter names it."""
+    return config.model.base_now if is_adapter(checkpoint / "model") else None
 
 
 _ELSEWHERE = {"other_keys", "base"}
@@ -328,7 +334,7 @@ class LanguageKind:
     def resume(self, config: RunConfig, checkpoint: Path) -> RunStart:
         """The checkpoint's decoder and tokenizer."""
         self.check_resume(config, checkpoint)
-        loaded = load_checkpoint(checkpoint)
+        loaded = load_checkpoint(checkpoint, _base_now(config, checkpoint))
         check_reference_directory(config, loaded.decoder.config)
         tokenizer = Tokenizer.load(checkpoint / "model", config.model.chat_template_kwargs)
         return RunStart(loaded.decoder, tokenizer, loaded)
