@@ -233,6 +233,8 @@ class ExternalEngine:
         self._announce(None)
         self._end(timeout_s)
         shutil.rmtree(self._place, ignore_errors=True)
+        with suppress(OSError):  # another server's versions are there
+            self._place.parent.rmdir()
 
     # --- giving it weights ---------------------------------------------------------------------------------------
 
