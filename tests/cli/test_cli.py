@@ -20,8 +20,8 @@ from penstock.types import (
 )
 
 VERBS = [
-    "train", "eval", "generate", "serve", "export", "rollouts", "dashboard", "status", "scale", "replay", "why", "fit",
-    "recipes", "config", "doctor", "fleet", "curriculum", "env",
+    "train", "eval", "generate", "serve", "export", "rollouts", "dashboard", "plot", "status", "scale", "replay", "why",
+    "fit", "recipes", "config", "doctor", "fleet", "curriculum", "env",
 ]  # fmt: skip
 
 

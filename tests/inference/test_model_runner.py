@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.inference import GenerationRequest, InferenceEngine
+from penstock.inference import EngineConfig, GenerationRequest, InferenceEngine
+from penstock.inference.config import InferenceConfig
 from penstock.inference.model_runner import ModelRunner
 from penstock.inference.scheduler import SlotTable
 from penstock.model.arrays import digests_of
@@ -167,15 +168,13 @@ def test_the_program_of_a_dispatch_is_chosen_by_what_is_live_alone(decoder, conf
     assert runner._decode_shape(rows_of(ragged | {1: 130, 2: 128})) == ("decode, window 300", 6, "dense")
 
 
-def test_a_runs_first_weights_decode_all_rows_where_programs_are_compiled_when_they_are_needed(decoder, config):
-    shapes = config.model_copy(update={"max_slots": 6, "max_seq_len": 300, "decode_rows": (1, 2), "windows": (128,)})
+@pytest.mark.parametrize("run", [True, False])
+def test_a_runs_first_weights_decode_all_rows(decoder, run):
+    shapes = (InferenceConfig if run else EngineConfig)(max_slots=6, max_seq_len=300, decode_rows=(1, 2))
     runner, one = ModelRunner(decoder, shapes), rows_of({5: 100})
-    assert runner._decode_shape(one, first=True)[1] == 1
-    lazy = runner.begin(SlotTable(6, 2).rows, lambda told: None)
-    assert runner._decode_shape(one, first=True) == ("decode, window 128", 6, "dense")
-    assert runner._decode_shape(one, first=False)[1] == 1
-    assert lazy is not None
-    lazy.drop()
+    assert runner._decode_shape(one)[1] == 1
+    runner.first = True
+    assert runner._decode_shape(one)[1] == (6 if run else 1)
 
 
 @pytest.mark.parametrize("lengths", [{3: 7}, {1: 140, 4: 3}, {0: 290, 1: 3, 2: 130, 5: 20}])

@@ -105,6 +105,38 @@ def dashboard(
     return 0
 
 
+@commands.command(
+    short_help="Draw runs for papers.",
+    epilog="""\b
+Example: penstock plot runs/cats-1 --out cats.png
+         penstock plot runs/grpo-* runs/dapo-* --out seeds.svg --data seeds.csv
+         penstock plot old=runs/a old=runs/b new=runs/c new=runs/d --by tokens --out two.pdf
+         penstock plot runs/cats-1 --metric train/entropy --metric train/grad_norm --out inside.png""",
+)
+def plot(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN_DIR", help="Runs, live or dead; NAME=RUN_DIR says to which line one belongs."),
+    ],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The picture: .png, .svg or .pdf.")] = None,
+    data: Annotated[Path | None, typer.Option(metavar="FILE.csv", help="The numbers that are drawn.")] = None,
+    by: Annotated[str, typer.Option(help="Along update, tokens (trained; steps of simulators) or seconds.")] = "update",
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Of metrics.jsonl, a panel each; may be repeated. Else reward, staleness, …"),
+    ] = None,
+) -> int:
+    """Draw runs for papers: reward, held-out reward, staleness and what became of rollouts.
+
+    Runs that differ in nothing but their seed are one line, with the 95% interval of their mean.
+    """
+    from penstock.dashboard import PlotRequest, plot_runs
+
+    for line in plot_runs(PlotRequest(runs, out, data, by, metric or ())):  # pyright: ignore[reportArgumentType]
+        print(line)
+    return 0
+
+
 @commands.command(short_help="Show what runs, lags and waits.", epilog="Example: penstock status runs/cats-1")
 def status(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")],

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from penstock.dashboard.datasets import DatasetRequest, export_dataset
     from penstock.dashboard.groups import GroupFilter, GroupPage, GroupSummary, list_groups
     from penstock.dashboard.lookup import StoredRollout, find_rollouts
+    from penstock.dashboard.plot import PlotRequest, plot_runs
     from penstock.dashboard.rollouts import RolloutsRequest, show_rollouts
     from penstock.dashboard.status import RunStatus, print_status, print_status_json, read_run_status
     from penstock.dashboard.web import DashboardSettings, serve_dashboard
@@ -18,12 +19,14 @@ _EXPORTS = {
     "GroupFilter": "groups",
     "GroupPage": "groups",
     "GroupSummary": "groups",
+    "PlotRequest": "plot",
     "RolloutsRequest": "rollouts",
     "RunStatus": "status",
     "StoredRollout": "lookup",
     "export_dataset": "datasets",
     "find_rollouts": "lookup",
     "list_groups": "groups",
+    "plot_runs": "plot",
     "print_status": "status",
     "print_status_json": "status",
     "read_run_status": "status",
@@ -33,9 +36,9 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "DashboardSettings", "DatasetRequest", "GroupFilter", "GroupPage", "GroupSummary", "RolloutsRequest", "RunStatus",
-    "StoredRollout", "export_dataset", "find_rollouts", "list_groups", "print_status", "print_status_json",
-    "read_run_status", "serve_dashboard", "show_rollouts", "write_bundle",
+    "DashboardSettings", "DatasetRequest", "GroupFilter", "GroupPage", "GroupSummary", "PlotRequest", "RolloutsRequest",
+    "RunStatus", "StoredRollout", "export_dataset", "find_rollouts", "list_groups", "plot_runs", "print_status",
+    "print_status_json", "read_run_status", "serve_dashboard", "show_rollouts", "write_bundle",
 ]  # fmt: skip
 
 

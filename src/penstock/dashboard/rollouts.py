@@ -295,7 +295,7 @@ class RolloutsRequest:
         show: Id of a rollout or a group.
         color: By which number its tokens are coloured.
         tokens: Its tokens as a table instead.
-        sql: A query in DuckDB's dialect, over the views of a run.
+        sql: A query.
         json: Print JSON lines.
         export: Write a data set of this format.
         out: To this path.

@@ -56,7 +56,7 @@ export async function comparePage(main) {
     h("section", { class: "card" }, h("header", {}, h("h2", {}, "Held-out reward, paired by problem"), h("div", { class: "tools" }, at("a"), at("b"))),
       found.lessons.length ? [h("ul", { class: "verdicts" }, verdicts), h("div", { class: "scroll" }, intervals(found.lessons)),
         table([["lesson", (l) => l.lesson], ["B − A", (l) => signed(l.difference), "n"], ["95% from", (l) => signed(l.low), "n"], ["to", (l) => signed(l.high), "n"],
-          ["problems", (l) => num(l.problems), "n"], ["without a pair", (l) => num(l.unpaired), "n"], ["by chance", (l) => l.chance === null ? "–" : fixed(l.chance), "n"]], found.lessons, "Differences by lesson")]
+          ["problems", (l) => num(l.problems), "n"], ["without a pair", (l) => num(l.unpaired), "n"], ["by chance", (l) => fixed(l.chance), "n"]], found.lessons, "Differences by lesson")]
         : empty("The two have no lesson in common whose held-out rollouts are kept, so nothing can be said about which is better."),
       h("p", { class: "note" }, found.caution)));
   await curvesOver(main, found);

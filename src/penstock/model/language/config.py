@@ -458,8 +458,9 @@ class PolicyConfig(LoadingConfig):
     @property
     def base_now(self) -> str | None:
         """Where the base of its adapter lies, also of one that a run of it has saved; None: where that names it."""
-        beside = self.lora is not None and self.directory is not None and not is_adapter(self.directory)
-        return str(self.directory) if beside and (Path(self.directory) / "config.json").is_file() else self.base
+        path = None if self.lora is None or self.directory is None else Path(self.directory)
+        beside = path is not None and not is_adapter(path) and (path / "config.json").is_file()
+        return str(path) if beside else self.base
 
 
 def read_shape(

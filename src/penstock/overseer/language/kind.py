@@ -25,8 +25,9 @@ from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_worker
 from penstock.overseer.estimate import model_shape
 from penstock.overseer.kind import VALUES, Factories, LearnerTasks, RunStart, check_kept, make_spec
 from penstock.overseer.language.evaluator import make_evaluator, metrics_of
+from penstock.overseer.language.external_inference import ExternalInference
 from penstock.overseer.language.given import GivenObjects
-from penstock.overseer.language.inference import make_inference
+from penstock.overseer.language.inference import InferenceRole, ServingRole
 from penstock.overseer.language.local import local_components
 from penstock.overseer.language.preparation import Preparation
 from penstock.overseer.language.replay import make_curriculum, make_replay, problem_rules
@@ -73,7 +74,7 @@ def _compiling(model: ModelConfig, config: LearnerConfig) -> LazyPrograms:
     shapes = {name: jax.ShapeDtypeStruct(shape, model.dtype) for name, shape in model.parameter_shapes().items()}
     decoder = jax.eval_shape(partial(Decoder.from_arrays, model), shapes)
     learner = Learner(decoder, config, total_steps=1)
-    programs = LazyPrograms(learner.update_programs() | learner.scoring_programs(), lambda told: None)
+    programs = LazyPrograms(learner.programs(), lambda told: None)
     programs.compile()
     return programs
 
@@ -292,8 +293,9 @@ class LanguageKind:
         """With the environments of the run's lessons, which say what problems there are; given ones are not made again.
 
         Raises:
-            ConfigError: one cannot be made, or has no problems.
+            ConfigError: one cannot be made, or has no problems; or nothing can be trained of what the servers give.
         """
+        config.check_trains()
         known = {} if given is None else given.environments
         lessons = config.curriculum.lessons.items()
         made = {name: known[name] if name in known else load_environment(one.environment.spec) for name, one in lessons}
@@ -391,7 +393,9 @@ class LanguageKind:
     def _spec(
         self, settings: Settings[RunConfig], role: str, index: int, *, peer_group: str = "", **more: Any
     ) -> ComponentSpec:
-        return make_spec(settings, self._factories, role, index, accelerated=ACCELERATED, peer_group=peer_group, **more)
+        builtin = settings.config.inference.external is None
+        accelerated = ACCELERATED if builtin else ("learner",)  # the card is the server's, not its component's
+        return make_spec(settings, self._factories, role, index, accelerated=accelerated, peer_group=peer_group, **more)
 
     # --- the learner ---------------------------------------------------------------------------------------------
 
@@ -518,6 +522,12 @@ class LanguageKind:
 def make_learner(ctx: ComponentContext, settings: Mapping[str, Any]) -> LearnerComponent:
     """Factory of the learner."""
     return LearnerComponent(ctx, Settings.of(settings, RunConfig), LanguageKind())
+
+
+def make_inference(ctx: ComponentContext, settings: Mapping[str, Any]) -> ServingRole:
+    """Factory of an inference server."""
+    values = Settings.of(settings, RunConfig)
+    return InferenceRole(ctx, values) if values.config.inference.external is None else ExternalInference(ctx, values)
 
 
 FACTORIES: Factories = {
