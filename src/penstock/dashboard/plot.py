@@ -81,8 +81,8 @@ class Line:
         name: Of the line.
         x: Where: updates, tokens, seconds; or the fates of rollouts.
         mean: Over the runs.
-        low: Of the 95% interval; NaN for one run.
-        high: Likewise.
+        low: Lower end of the 95% interval; NaN for one run.
+        high: Its upper end.
         runs: How many were pooled.
     """
 
