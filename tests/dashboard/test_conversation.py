@@ -1,4 +1,5 @@
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -95,6 +96,17 @@ def test_nothing_that_a_model_wrote_reaches_the_terminal_or_rich(views, text, pr
 def test_without_a_tokenizer_the_turns_are_shown(views, printed):
     out = shown(views, None, "tools-0-0/0", printed, colors=True)
     assert "<result>6</result>" in out and "48;2;" not in out and "<|im_end|>" not in out
+
+
+def test_where_the_context_was_written_anew_the_turn_says_so(views, text, printed):
+    (stored,) = find_rollouts(views, "tools-0-0/0")
+    rollout = stored.record.rollout
+    told = next(turn for turn in rollout.turns if turn.role == "tool")
+    of_two = replace(stored, record=replace(stored.record, rollout=replace(rollout, sample_starts=(0, told.start))))
+    lines = printed(conversation(of_two, ConversationStyle(text, "none", None))).splitlines()
+    (title,) = [line for line in lines if line.startswith("tool  ")]
+    assert title.startswith(f"tool  {told.stop - told.start} tokens, the context written anew: sample 2 ──")
+    assert any("sampled; 2 samples; ended by" in line for line in lines)
 
 
 def test_a_rollout_without_turns_shows_prompt_and_response(text, printed, views):

@@ -117,6 +117,18 @@ def test_a_merged_part_takes_the_places_over_while_the_old_ones_are_there_and_af
     assert index.rows(STATES) == before
 
 
+def test_large_parts_are_entered_one_by_one_and_small_ones_together(directory, monkeypatch):
+    def portions():
+        index = RunIndex(directory, None)
+        pieces = [piece for piece in read(index) if "rollouts" in piece]
+        index.close()
+        return pieces
+
+    assert portions() == ["3 files of rollouts"]
+    monkeypatch.setattr(module, "PORTION_BYTES", 1)
+    assert portions() == ["1 files of rollouts"] * 3
+
+
 def test_what_has_expired_keeps_its_row_without_a_place(index, directory):
     (directory.rollouts / "part-a.parquet").unlink()
     read(index)
@@ -148,6 +160,7 @@ def test_a_resume_takes_back_the_advantages_of_updates_that_do_not_count(index, 
     assert found["cats-0-10"] == {"group_id": "cats-0-10", "most": None, "step": None, "state": None}  # it waits again
 
 
+@pytest.mark.attack
 def test_nothing_is_written_into_the_run(directory, tmp_path):
     def seen():
         return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in directory.path.rglob("*")}

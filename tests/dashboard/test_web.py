@@ -5,17 +5,20 @@ import subprocess
 import sys
 import threading
 
+import duckdb
 import httpx
 import pytest
 from starlette.testclient import TestClient
 
 from penstock.dashboard import DashboardSettings, serve_dashboard
+from penstock.dashboard.index import RunIndex
 from penstock.dashboard.observation import ObservedRuns
 from penstock.dashboard.pages import MARKS
 from penstock.dashboard.web import CONTENT_SECURITY_POLICY, Queries, create_dashboard, static_files
 from penstock.rundir import EventLog, MetricsLog
 from penstock.types import ConfigError, RunDirectoryError
 from tests.dashboard.sample_run import HOSTILE, write_run
+from tests.waiting import wait_until
 
 TOKEN = "a-secret-of-more-than-8"
 
@@ -149,6 +152,7 @@ def test_a_filter_without_meaning_is_refused_in_one_line(client, words, error):
     assert answer.status_code == 400 and answer.json()["error"].startswith(error)
 
 
+@pytest.mark.attack
 def test_a_filter_is_a_value_never_sql(client):
     assert get(client, "/api/runs/mine/groups", lesson="x' OR true --")["groups"] == []
 
@@ -165,6 +169,7 @@ def test_a_group_token_by_token(client):
     assert page["neighbours"] == ["cats-0-1", "cats-0-10"]
 
 
+@pytest.mark.attack
 def test_what_a_model_wrote_is_shown_by_its_escapes(client):
     page = get(client, "/api/runs/mine/group", id="cats-0-2")
     said = "".join(piece[0] for piece in page["members"][0]["turns"][1]["pieces"])
@@ -199,6 +204,7 @@ def test_lessons_and_fleet_of_a_run_without_either(client):
     assert get(client, "/api/runs/mine/fleet")["simulators"] == []
 
 
+@pytest.mark.attack
 def test_a_query_is_answered_and_what_writes_is_refused(client, tmp_path):
     answer = client.post(
         "/api/runs/mine/sql", json={"sql": "select state, count(*) n from rollouts group by 1 order by 1"}
@@ -220,6 +226,7 @@ def test_a_query_is_answered_and_what_writes_is_refused(client, tmp_path):
     assert client.post("/api/runs/mine/sql", content=b"sql=select 1").status_code == 415
 
 
+@pytest.mark.attack
 def test_a_query_without_end_is_ended(runs, monkeypatch):
     monkeypatch.setattr("penstock.dashboard.web.SQL_S", 0.3)
     with pytest.raises(ConfigError, match="was ended before it had its answer"):
@@ -229,11 +236,13 @@ def test_a_query_without_end_is_ended(runs, monkeypatch):
         )
 
 
+@pytest.mark.attack
 def test_a_query_that_takes_too_much_memory_is_refused(runs):
     with pytest.raises(ConfigError, match="needs more memory"):
         Queries().answer(runs.find("mine"), "select list(range) from range(500000000)")
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     "path",
     ["/api/runs/none", "/api/runs/..%2F..%2Fetc", "/api/runs/no%20run", "/static/..%2fweb.py", "/static/none.js",
@@ -278,6 +287,7 @@ def test_what_ships_is_what_its_hashes_say_and_nothing_sets_markup():
             assert word not in text.replace("http://www.w3.org/2000/svg", ""), f"{name} has {word}"
 
 
+@pytest.mark.attack
 def test_other_names_for_this_machine_are_not_answered(client):
     assert client.get("/api/runs", headers={"host": "evil.example"}).status_code == 421
 
@@ -325,6 +335,32 @@ def test_other_machines_need_a_token_of_some_length():
 def test_a_folder_without_runs_is_refused(tmp_path):
     with pytest.raises(RunDirectoryError, match="is no run directory and holds none"):
         ObservedRuns(tmp_path)
+
+
+def test_a_run_whose_index_fails_has_a_problem_and_the_others_are_read(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        write_run(tmp_path / name)
+    original = RunIndex.read_on
+
+    def read_on(self):
+        if self._directory.path.name == "a":
+            raise duckdb.OutOfMemoryException("Out of Memory Error:\n no room")
+        return original(self)
+
+    monkeypatch.setattr(RunIndex, "read_on", read_on)
+    with ObservedRuns(tmp_path) as runs:
+        a, b = runs.all()
+        wait_until(lambda: a.problem and b.progress == "")
+        assert a.problem == "Out of Memory Error: no room" and b.problem == ""
+        client = TestClient(create_dashboard(runs, DashboardSettings()), base_url="http://127.0.0.1")
+        assert get(client, "/api/runs")["runs"][0]["problem"] == a.problem
+        monkeypatch.setattr(RunIndex, "rows", lambda *_: raised())
+        answer = client.get("/api/runs/b/ledger")
+        assert answer.status_code == 500 and answer.json()["error"] == "the index could not answer: full"
+
+
+def raised():
+    raise duckdb.OutOfMemoryException("full")
 
 
 def test_it_serves_a_live_run_and_tells_its_news(tmp_path, monkeypatch):

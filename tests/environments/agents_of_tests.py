@@ -63,3 +63,10 @@ def sampler(base_url: str, api_key: str, example: Example) -> float:
             said = answer.choices[0].message.content or ""
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
     return sum(letter.islower() for letter in said) / max(len(said), 1)
+
+
+def asker(base_url: str, api_key: str, example: Example) -> float:
+    """One short continuation of the plain prompt; worth the share of small letters."""
+    with client(base_url, api_key) as asked:
+        said = asked.completions.create(model="policy", prompt=example.prompt, max_tokens=8).choices[0].text
+    return sum(letter.islower() for letter in said) / max(len(said), 1)

@@ -14,7 +14,7 @@ from tests.text.test_chat_templates import directory  # noqa: F401  (a fixture)
 from penstock.environments import AgentEnvironment, Example
 from penstock.inference import AgentEndpoint, EngineConfig, ScriptedContext
 from penstock.text import Tokenizer
-from penstock.types import ConfigError, Decoding, EnvironmentFailure, RunFailed
+from penstock.types import ConfigError, Decoding, EnvironmentFailure, RunFailed, Stopped
 
 CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
 SHOWN = '\n<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
@@ -72,7 +72,7 @@ def test_the_tool_loop_of_the_official_client_is_a_rollout(served):
     context = served([CALL, "42"])
     (rollout,), metrics = play(context, Asked(agents.tool_loop))
     assert (rollout.episode_reward, rollout.token_rewards[-1], rollout.finish_reason) == (1.0, 1.0, "stop")
-    assert (metrics["requests"], metrics["samples"], metrics["overridden"]) == (2.0, 2.0, 2.0)
+    assert (metrics["answers"], metrics["samples"], metrics["overridden"]) == (2.0, 2.0, 2.0)
     (first, called), (second, answered) = contexts_of(rollout, context.tokenizer)
     assert called == f"{CALL}<|im_end|>" and answered == "42<|im_end|>"
     told = "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -87,7 +87,7 @@ def test_requests_that_go_on_with_one_another_token_by_token_are_one_sample(serv
     context = served(["41", "42"])
     (rollout,), metrics = play(context, Asked(agents.asking_twice))
     assert rollout.episode_reward == 1.0 and rollout.sample_starts == (0,)
-    assert (metrics["requests"], metrics["samples"], metrics["overridden"]) == (2.0, 1.0, 0.0)
+    assert (metrics["answers"], metrics["samples"], metrics["overridden"]) == (2.0, 1.0, 0.0)
     tokens = np.concatenate([rollout.prompt_tokens, rollout.response_tokens])
     np.testing.assert_array_equal(tokens[: rollout.turns[-1].start], context.calls[1].prompts[0])
     assert [turn.role for turn in rollout.turns] == ["user", "assistant", "user", "assistant"]
@@ -111,7 +111,7 @@ def test_requests_beside_one_another_are_samples_of_their_own(served):
     context = served(["a1", "b1", "a2", "c1", "c2"])
     (rollout,), metrics = play(context, Asked(branching))
     ends = [said.removesuffix("<|im_end|>") for _, said in contexts_of(rollout, context.tokenizer)]
-    assert ends == ["a2", "b1", "c1", "c2"] and metrics["samples"] == 4.0 and metrics["requests"] == 5.0
+    assert ends == ["a2", "b1", "c1", "c2"] and metrics["samples"] == 4.0 and metrics["answers"] == 5.0
     said = context.tokenizer.decode(rollout.response_tokens[rollout.response_mask])
     assert said == "a1a2b1c1c2", "each written once, sample by sample"
 
@@ -246,7 +246,15 @@ def test_a_prompt_that_is_too_long_is_told_to_the_agent(served):
             return float(client.completions.create(model="m", prompt="x").choices[0].text)
 
     (rollout,), metrics = play(served(["42"]), Asked(agent))
-    assert rollout.episode_reward == 42.0 and metrics["requests"] == 1.0
+    assert rollout.episode_reward == 42.0 and metrics["answers"] == 1.0
+
+
+def test_a_closed_endpoint_opens_for_nobody(served):
+    context = served(["42"])
+    play(context, Asked(lambda url, key, example: agents.asker(url, key, example)))
+    context.endpoint.close()
+    with pytest.raises(Stopped, match="was closed"):
+        context.session(DECODING, 0)
 
 
 def test_arguments_that_make_no_sense_are_refused(tmp_path):

@@ -58,3 +58,26 @@ def test_a_token_is_not_printed():
 def test_loopback_addresses():
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.8.8.8", "::1")))
     assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1", "localhost.example.org", "")))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"engine": "vllm"}, "engine is vllm, and external is missing"),
+        ({"external": {"urls": ["http://a:1"]}}, "engine is builtin, and external has no effect"),
+        ({"engine": "vllm", "external": {}}, "exactly one"),
+        ({"engine": "vllm", "external": {"urls": ["a:1"]}}, "as http://HOST:PORT"),
+        ({"engine": "vllm", "external": {"launch": ["vllm", "serve"]}}, "one of its words must be {model}"),
+        ({"engine": "vllm", "external": {"urls": ["http://a:1"]}, "servers": 2}, "names 1 servers, and servers is 2"),
+        ({"engine": "vllm", "external": {"urls": ["http://a:1"], "weights": "lora", "kv": "keep"}}, "kv is"),
+        ({"engine": "vllm", "external": {"urls": ["http://a:1"]}, "prefill_rows": 4}, "of Penstock's own engine"),
+        ({"engine": "openai", "external": {"urls": ["http://a:1"]}}, "no way to change weights; set it to none"),
+        (
+            {"engine": "openai", "external": {"launch": ["x", "{model}"], "weights": "none"}},
+            "start the server, and give its urls",
+        ),
+    ],
+)
+def test_an_external_engine_that_cannot_be_is_refused(keys, said):
+    with pytest.raises(ValidationError, match=said):
+        InferenceConfig.model_validate(keys)

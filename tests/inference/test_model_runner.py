@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.inference import GenerationRequest, InferenceEngine
+from penstock.inference import EngineConfig, GenerationRequest, InferenceEngine
+from penstock.inference.config import InferenceConfig
 from penstock.inference.model_runner import ModelRunner
 from penstock.inference.scheduler import SlotTable
 from penstock.model.arrays import digests_of
@@ -165,6 +166,15 @@ def test_the_program_of_a_dispatch_is_chosen_by_what_is_live_alone(decoder, conf
     assert runner._decode_shape(rows_of(ragged | {1: 130})) == ("decode, 6 rows by pages, window 300", 6, "pages")
     assert runner._decode_shape(rows_of(ragged | {1: 125})) == ("decode, 6 rows by pages, window 300", 6, "pages")
     assert runner._decode_shape(rows_of(ragged | {1: 130, 2: 128})) == ("decode, window 300", 6, "dense")
+
+
+@pytest.mark.parametrize("run", [True, False])
+def test_a_runs_first_weights_decode_all_rows(decoder, run):
+    shapes = (InferenceConfig if run else EngineConfig)(max_slots=6, max_seq_len=300, decode_rows=(1, 2))
+    runner, one = ModelRunner(decoder, shapes), rows_of({5: 100})
+    assert runner._decode_shape(one)[1] == 1
+    runner.first = True
+    assert runner._decode_shape(one)[1] == (6 if run else 1)
 
 
 @pytest.mark.parametrize("lengths", [{3: 7}, {1: 140, 4: 3}, {0: 290, 1: 3, 2: 130, 5: 20}])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock import train
+from penstock.overseer import RunConfig
 from penstock.overseer.kind import check_kept
 from penstock.overseer.language.kind import check_language_resume
 from penstock.types import CheckpointError, ConfigError
@@ -93,3 +94,24 @@ def test_a_checkpoint_of_no_language_model_is_named(tmp_path: Path):
 def test_lists_are_given_as_words_of_the_command_line():
     with pytest.raises(ConfigError, match=r"x.a is \[1, 2\], but here was trained with x.a=\[3\]: "):
         check_kept({"a": [1, 2], "b": 1}, {"a": [3], "b": 1}, Path("here"), lambda name: f"x.{name}")
+
+
+@pytest.mark.slow
+def test_an_adapter_s_run_goes_on_where_its_base_has_moved(trained: Path, tmp_path: Path):
+    shutil.copytree(trained / "checkpoints" / "step-1" / "model", tmp_path / "base")
+
+    def beside(base: str, **changes: object) -> RunConfig:
+        model = {"init": None, "path": str(tmp_path / base), "lora": {"rank": 2, "targets": ["q_proj"]}}
+        return tiny({"steps": 1, "curriculum": {"eval_frequency": 1000}, "model": model, **changes})
+
+    run_dir = tmp_path / "run"
+    train(beside("base"), run_dir, quiet=True)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    checkpoint = run_dir / "checkpoints" / "step-1"
+    with pytest.raises(ConfigError, match=r"model.path is .*base"):
+        train(run_dir=run_dir, resume=True, quiet=True, steps=2)
+    check_language_resume(beside("moved"), checkpoint)
+    summary = train(run_dir=run_dir, resume=True, quiet=True, steps=2, overrides=[f"model.path={tmp_path / 'moved'}"])
+    assert summary.step == 2
+    saved = json.loads((run_dir / "checkpoints" / "step-2" / "model" / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == str(tmp_path / "moved")

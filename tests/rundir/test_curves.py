@@ -73,6 +73,15 @@ def test_a_picture_keeps_peaks_in_blocks_of_a_power_of_two(tmp_path):
     assert curves.picture("none", 10)["step"] == []
 
 
+def test_moments_of_today_keep_their_hundredths(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    written(path, [{"step": step, "time": 1795517752.25 + 3600 * step, "loss": 1e-14} for step in range(3)])
+    curves = Curves(path)
+    read(curves)
+    _, values, times = curves.series("loss")
+    assert times.tolist() == [1795517752.25, 1795521352.25, 1795524952.25] and values[0] == pytest.approx(1e-14)
+
+
 def test_a_file_that_became_shorter_is_read_anew(tmp_path):
     path = tmp_path / "metrics.jsonl"
     written(path, [row(step, loss=1.0) for step in range(9)])

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
         check_trainable,
         example_from_pair,
         example_from_rollout,
+        longest_sample,
+        minibatches_of,
+        sample_spans_of,
+        samples_of,
         trainable_tokens,
     )
     from penstock.batch.factory import (
@@ -91,12 +95,16 @@ _EXPORTS = {
     "example_from_rollout": "examples",
     "grpo": "advantages",
     "has_signal": "advantages",
+    "longest_sample": "examples",
     "make_batch_maker": "factory",
+    "minibatches_of": "examples",
     "overlong_penalty": "filters",
     "pack": "packing",
     "place": "packing",
     "reinforce_pp": "advantages",
     "rloo": "advantages",
+    "sample_spans_of": "examples",
+    "samples_of": "examples",
     "shapes_for": "packing",
     "stack": "packing",
     "trainable_tokens": "examples",
@@ -107,12 +115,13 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "ADVANTAGES", "BUILT_IN_MAKERS", "AdvantageName", "BatchMaker", "BatchMakerConfig", "DeadlineBatchMaker",
+    "ADVANTAGES", "AdvantageName", "BUILT_IN_MAKERS", "BatchMaker", "BatchMakerConfig", "DeadlineBatchMaker",
     "Dropped", "FragmentBatchMaker", "GroupAdvantage", "GroupFilters", "GrpoBatchMaker", "PacedBatchMaker",
     "PackedBatch", "Placement", "RecencyBatchMaker", "RowShape", "Unit", "batch_metadata", "check_trainable",
     "compute_advantages", "dr_grpo", "example_from_pair", "example_from_rollout", "grpo", "has_signal",
-    "make_batch_maker", "overlong_penalty", "pack", "place", "reinforce_pp", "rloo", "shapes_for", "stack",
-    "trainable_tokens", "turn", "unpack", "valid_rollouts", "with_kl_in_reward",
+    "longest_sample", "make_batch_maker", "minibatches_of", "overlong_penalty", "pack", "place", "reinforce_pp",
+    "rloo", "sample_spans_of", "samples_of", "shapes_for", "stack", "trainable_tokens", "turn", "unpack",
+    "valid_rollouts", "with_kl_in_reward",
 ]  # fmt: skip
 
 

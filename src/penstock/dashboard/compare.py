@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from penstock.types import ConfigError
 from penstock.types.intervals import Interval, difference_interval
 
 EXACT = 12
-"""Up to so many differing problems all 2^n swaps are tried; with more, the t interval is accurate."""
+"""Up to so many differing problems all 2^n swaps are tried; with more, their sum is nearly normal."""
 Rewards = Mapping[str, Sequence[float]]
 
 
@@ -35,15 +36,14 @@ class Comparison:
         unpaired: Number of rollouts of either without a counterpart.
         difference: Mean of B minus A; NaN where there is no pair.
         interval: Its 95% interval.
-        chance: How probable so large a difference is between equal policies, by the sign-flip test; None where more
-            than `EXACT` problems differ.
+        chance: How probable so large a difference is between equal policies, by the sign-flip test.
     """
 
     problems: int
     unpaired: int
     difference: float
     interval: Interval
-    chance: float | None
+    chance: float
 
     @classmethod
     def of(cls, a: Rewards, b: Rewards) -> "Comparison":
@@ -67,7 +67,7 @@ class Comparison:
         """`better`, `worse`, `unknown`, or `nothing` where no problem is shared."""
         if not self.problems or math.isnan(self.difference):
             return "nothing"
-        if self.chance is not None and self.chance > 0.05:
+        if self.chance > 0.05:
             return "unknown"
         if self.interval.low > 0:
             return "better"
@@ -163,15 +163,15 @@ def latest(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> tu
     """The newest evaluations of two runs by which they can be compared; empty where a run has none.
 
     Reports before and after training may have other problems than evaluations in between: of the two kinds, that one is
-    taken of which both runs have a late one.
+    taken of which both runs have the later one.
     """
-    found: list[tuple[int, str, str]] = []
+    found: list[tuple[int, bool, str, str]] = []
     for kind in (True, False):
         ours, theirs = ([each for each in side if _is_in_between(each) == kind][-1:] for side in (a, b))
         if ours and theirs:
-            found.append((min(ours[0]["step"], theirs[0]["step"]), ours[0]["name"], theirs[0]["name"]))
+            found.append((min(ours[0]["step"], theirs[0]["step"]), not kind, ours[0]["name"], theirs[0]["name"]))
     if found:
-        return max(found)[1:]
+        return max(found)[2:]
     return (a[-1]["name"] if a else "", b[-1]["name"] if b else "")
 
 
@@ -186,15 +186,18 @@ def _chosen(side: str, offered: Sequence[Mapping[str, Any]], wanted: str) -> str
     return wanted
 
 
-def _chance(sums: Sequence[float]) -> float | None:
-    """The sign-flip test's two-sided p value of a sum of differences; exact."""
+def _chance(sums: Sequence[float]) -> float:
+    """The sign-flip test's two-sided p value of a sum of differences; of many, corrected for their steps."""
     values = np.array([value for value in sums if value != 0.0])
+    if not len(values):
+        return 1.0
+    total = abs(float(values.sum()))
     if len(values) > EXACT:
-        return None
+        step = float(np.abs(values).min())
+        return 2 * NormalDist().cdf(-max(0.0, total - step) / float(np.sqrt((values**2).sum())))
     signs = np.array([[-1.0 if number >> bit & 1 else 1.0 for bit in range(len(values))]
                       for number in range(2 ** len(values))])  # fmt: skip
-    totals = np.abs(signs @ values) if len(values) else np.zeros(1)
-    return float(np.mean(totals >= abs(values.sum()) - 1e-9))
+    return float(np.mean(np.abs(signs @ values) >= total - 1e-9))
 
 
 def _settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[Any]]:

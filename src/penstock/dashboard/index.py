@@ -43,7 +43,8 @@ VERSION = 1
 LOG_BYTES = 8 << 20
 """So much of a log is read at once."""
 FILES = 64
-"""So many files are entered at once."""
+"""At most so many files are entered at once."""
+PORTION_BYTES = 4 << 20
 MEMORY = "160MB"
 THREADS = 2
 
@@ -241,7 +242,7 @@ class RunIndex:
         changed = [name for name, size in files.items() if name in known and known[name]["bytes"] != size]
         gone = [name for name in known if name not in files and known[name]["bytes"] >= 0]
         new = [name for name in files if name not in known] + changed
-        for names in _portions(sorted(new)):
+        for names in _portions(sorted(new), files):
             self.waiting = len(new)
             tables: dict[str, pa.Table] = {}
             for name in names:
@@ -307,7 +308,7 @@ class RunIndex:
         files = {file.name: file.size_bytes for file in self._storage.files("batches")}
         known = {row["name"] for row in self.rows("SELECT name FROM parts WHERE starts_with(name, 'batches/')")}
         before = dict(zip(*horizons(self._directory).to_pydict().values(), strict=True))
-        for names in _portions(sorted(set(files) - known, key=lambda name: name.rpartition("_")[2])):
+        for names in _portions(sorted(set(files) - known, key=lambda name: name.rpartition("_")[2]), files):
             tables = {name: table for name in names if (table := self._read(self._storage, name, _uses)) is not None}
             if not tables:
                 continue
@@ -482,9 +483,18 @@ def _uses(file: pq.ParquetFile) -> pa.Table:
     )
 
 
-def _portions(names: list[str]) -> Iterator[list[str]]:
-    for start in range(0, len(names), FILES):
-        yield names[start : start + FILES]
+def _portions(names: list[str], files: Mapping[str, int]) -> Iterator[list[str]]:
+    """At most `FILES` at once, and about `PORTION_BYTES`: what is not committed yet is held in memory."""
+    portion: list[str] = []
+    room = PORTION_BYTES
+    for name in names:
+        if portion and (len(portion) == FILES or files[name] > room):
+            yield portion
+            portion, room = [], PORTION_BYTES
+        portion.append(name)
+        room -= files[name]
+    if portion:
+        yield portion
 
 
 def _positions(ids: pa.ChunkedArray) -> pa.ChunkedArray:

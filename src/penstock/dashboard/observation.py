@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import duckdb
+
 from penstock.dashboard.index import RunIndex
 from penstock.dashboard.status import RunStatus, read_run_status
 from penstock.dashboard.tokens import TokenText
 from penstock.rundir import RunDirectory
 from penstock.rundir.curves import Curves
+from penstock.rundir.live_files import UNREADABLE
 from penstock.rundir.logs import has_log, parse_lines
 from penstock.types import ConfigError, PenstockError, RunDirectoryError
 
@@ -114,8 +117,8 @@ class ObservedRun:
         """Reads one more piece; returns whether there was any."""
         try:
             return self._look()
-        except (PenstockError, OSError) as error:
-            self.problem = str(error)
+        except (*UNREADABLE, PenstockError, duckdb.Error) as error:  # the other runs are read on
+            self.problem = " ".join(str(error).split())
             self._pieces = None
             return False
 

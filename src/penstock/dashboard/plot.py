@@ -81,8 +81,8 @@ class Line:
         name: Of the line.
         x: Where: updates, tokens, seconds; or the fates of rollouts.
         mean: Over the runs.
-        low: Lower end of the 95% interval; NaN for one run.
-        high: Its upper end.
+        low: Lower bound of the 95% interval; NaN for one run.
+        high: Upper bound of that interval; NaN for one run.
         runs: How many were pooled.
     """
 

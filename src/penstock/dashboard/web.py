@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
+import duckdb
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
@@ -132,7 +133,7 @@ def create_dashboard(runs: ObservedRuns, settings: DashboardSettings) -> Starlet
             who,
             Middleware(BoundedPosts, most_bytes=256 * 1024, most_unanswered=rules.max_waiting),
         ],
-        exception_handlers={PenstockError: _refused},
+        exception_handlers={PenstockError: _refused, duckdb.Error: _failed},
     )
 
 
@@ -363,6 +364,11 @@ def _news_of(run: ObservedRun) -> dict[str, Any]:
 
 def _json(value: Any) -> Response:
     return Response(to_json(value), media_type="application/json", headers={"cache-control": "no-store"})
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """The index could not answer, for want of memory say."""
+    return JSONResponse({"error": safe(f"the index could not answer: {' '.join(str(error).split())}")}, 500)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -176,7 +176,7 @@ class AgentEnvironment(ExampleEnvironment):
             rollout, samples = rollout_of(completions, context.tokenizer, decoding, reward, self.name, task.example)
         except FAILURES as failure:
             return failure
-        numbers = {"requests": len(completions), "samples": samples, "overridden": session.overridden}
+        numbers = {"answers": len(completions), "samples": samples, "overridden": session.overridden}
         return _Attempt(rollout, {name: float(number) for name, number in numbers.items()})
 
     def _said(self, session: AgentSession, example: Example) -> Any:

@@ -62,6 +62,7 @@ class AgentEndpoint:
         self._server: HttpServer | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._sessions: dict[bytes, ASGIApp] = {}
+        self._closed = False
 
     @classmethod
     def of(cls, config: EngineConfig, tokenizer: TextCodec) -> "AgentEndpoint | None":
@@ -82,6 +83,8 @@ class AgentEndpoint:
         from penstock.inference.server import generation_app  # loads JAX, which a worker without agents does not need
 
         with self._lock:
+            if self._closed:
+                raise Stopped("the endpoint of agents was closed")
             server, threads = self._started()
             session = _Session(self, context, decoding, seed, f"{server.url}/v1", threads)
             self._sessions[_authorization(session.api_key)] = generation_app(session, self._tokenizer)
@@ -95,7 +98,7 @@ class AgentEndpoint:
     def close(self) -> None:
         """Ends the server; what is still asked fails."""
         with self._lock:
-            server, threads = self._server, self._threads
+            server, threads, self._closed = self._server, self._threads, True
             self._server = self._threads = None
             self._sessions.clear()
         if server is not None and threads is not None:
@@ -106,7 +109,7 @@ class AgentEndpoint:
         if self._server is None or self._threads is None:
             from penstock.inference.http_server import HttpServer
 
-            server = HttpServer(self._app(), stop_timeout_s=1.0)
+            server = HttpServer(self._app())
             server.start()
             self._server, self._threads = server, ThreadPoolExecutor(MOST_AT_ONCE, "agent-request")
         return self._server, self._threads

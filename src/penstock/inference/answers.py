@@ -28,7 +28,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
-from penstock.inference.scheduler import LATENCY_BOUNDS_S, LatencyHistogram
+from penstock.inference.meter import LATENCY_BOUNDS_S, LatencyHistogram
 from penstock.text.tool_calls import CALL_BEGIN, PYTHON_TAG, tool_calls
 from penstock.types import Completion, TextCodec
 

@@ -1,8 +1,10 @@
 """One request to an inference server, and its answer turned back into completions.
 
-The answer is the API's, with `return_token_ids`: what the engine sampled arrives exactly, log-probabilities to the last
-bit. What the caller has already, prompt and tokenizer, is not taken from the answer. An answer that does not fit the
-question is refused: a record with a missing or misplaced number would be trained on.
+What a server is asked, and how it answers, is its `Dialect`; the one here is that of Penstock's own servers, and
+`penstock.inference.external` has those of others. The answer is the API's, with `return_token_ids`: what the engine
+sampled arrives exactly, log-probabilities to the last bit. What the caller has already, prompt and tokenizer, is not
+taken from the answer. An answer that does not fit the question is refused: a record with a missing or misplaced number
+would be trained on.
 """
 
 import json
@@ -10,11 +12,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, final, runtime_checkable
 
 import numpy as np
 
-from penstock.inference.routing import PinnedServer
+from penstock.inference.routing import PinnedServer, Server
 from penstock.inference.sequence import LONGEST_STOP_STRING, MOST_STOP_STRINGS, text_of
 from penstock.types import (
     SAMPLING_FIELDS,
@@ -55,6 +57,10 @@ class MalformedAnswer(Exception):
     """A server's answer that does not fit the question."""
 
 
+class InterruptedAnswer(Exception):
+    """A server broke off, and says so: it is to be asked again."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ServerRequest(Generic[_T_co]):
     """What is sent, and how the answer is read.
@@ -65,6 +71,11 @@ class ServerRequest(Generic[_T_co]):
         read: Reads the answer's body; raises `MalformedAnswer`.
         session: Its conversation, which stays with one server; None goes anywhere.
         target: The only server that will do; None for any.
+        path: Of the route that is asked.
+        busy: Statuses by which the server says that it is overloaded.
+        behind: Statuses by which it says that it cannot answer now, as one that lacks the version asked for.
+        bind: Makes it the request of one server, where it depends on what that serves; None from a server that is
+            behind.
     """
 
     body: bytes
@@ -72,6 +83,61 @@ class ServerRequest(Generic[_T_co]):
     read: Callable[[bytes], _T_co]
     session: str | None = None
     target: PinnedServer | None = None
+    path: str = "/v1/completions"
+    busy: frozenset[int] = frozenset({429})
+    behind: frozenset[int] = frozenset({502, 503, 504})
+    bind: "Callable[[Server], ServerRequest[_T_co] | None] | None" = None
+
+    def bound_to(self, server: Server) -> "ServerRequest[_T_co] | None":
+        """As that server is asked; None where it is behind."""
+        return self if self.bind is None else self.bind(server)
+
+
+@runtime_checkable
+class Dialect(Protocol):
+    """How servers of one make are asked for completions, and what they answer."""
+
+    def requests(
+        self,
+        call: GenerationCall,
+        tokenizer: TextCodec,
+        model: str,
+        session: str | None,
+        target: PinnedServer | None,
+        least: WeightVersion | None = None,
+    ) -> list[ServerRequest[list[list[Completion]]]]:
+        """The requests that serve a call; their completions, one after the other, are those of its prompts in order.
+
+        Args:
+            call: What is asked for.
+            tokenizer: The policy's; gives the stop tokens where the call names none, and decodes the texts.
+            model: The servers' name for it.
+            session: See `ServerRequest`.
+            target: See `ServerRequest`.
+            least: A server with an older version of the same lineage does not answer; None: any will do.
+
+        Raises:
+            EnvironmentFailure: a prompt cannot be answered.
+            ValueError: there are not as many seeds as prompts.
+        """
+        ...
+
+
+@final
+class PenstockDialect:
+    """Of Penstock's own servers: several prompts with a seed each, answered with what the engine recorded."""
+
+    def requests(
+        self,
+        call: GenerationCall,
+        tokenizer: TextCodec,
+        model: str,
+        session: str | None,
+        target: PinnedServer | None,
+        least: WeightVersion | None = None,
+    ) -> list[ServerRequest[list[list[Completion]]]]:
+        """`requests_of`."""
+        return requests_of(call, tokenizer, model, session, target, least)
 
 
 def requests_of(
@@ -96,11 +162,7 @@ def requests_of(
         EnvironmentFailure: a prompt is not int32 [p].
         ValueError: there are not as many seeds as prompts.
     """
-    for prompt in call.prompts:
-        if prompt.dtype != np.int32 or prompt.ndim != 1:
-            raise EnvironmentFailure(f"prompt is {prompt.dtype}{list(prompt.shape)}: it must be int32 [p]")
-    if len(call.prompts) != len(call.seeds):
-        raise ValueError(f"{len(call.prompts)} prompts have {len(call.seeds)} seeds: give one for each")
+    check_call(call)
     decoding = call.decoding
     return [
         ServerRequest(
@@ -112,6 +174,20 @@ def requests_of(
         )
         for first, end in _portions(call)
     ]
+
+
+def check_call(call: GenerationCall) -> None:
+    """What holds for every dialect.
+
+    Raises:
+        EnvironmentFailure: a prompt is not int32 [p].
+        ValueError: there are not as many seeds as prompts.
+    """
+    for prompt in call.prompts:
+        if prompt.dtype != np.int32 or prompt.ndim != 1:
+            raise EnvironmentFailure(f"prompt is {prompt.dtype}{list(prompt.shape)}: it must be int32 [p]")
+    if len(call.prompts) != len(call.seeds):
+        raise ValueError(f"{len(call.prompts)} prompts have {len(call.seeds)} seeds: give one for each")
 
 
 def largest_body_bytes(max_seq_len: int, vocab_size: int) -> int:
@@ -187,9 +263,9 @@ class _Reader:
     def _completion(self, index: int, choice: dict[str, Any]) -> Completion:
         if choice["index"] != index:
             raise ValueError(f"choice {index} says that it is choice {choice['index']!r}")
-        tokens = _integers(choice, "token_ids")
-        steps = _integers(choice, "weight_steps")
-        logprobs = _logprobs(choice["token_logprobs"])
+        tokens = integers(choice, "token_ids")
+        steps = integers(choice, "weight_steps")
+        logprobs = logprobs_of(choice["token_logprobs"])
         if not len(tokens) == len(steps) == len(logprobs):
             raise ValueError(f"{len(tokens)} tokens, {len(steps)} weight steps and {len(logprobs)} log-probabilities")
         return Completion(
@@ -206,8 +282,8 @@ class _Reader:
         )
 
 
-def _logprobs(values: Any) -> np.ndarray:
-    """float32 [r]; null stands for what is not finite."""
+def logprobs_of(values: Any) -> np.ndarray:
+    """float32 [r] of numbers; null stands for what is not finite. Raises ValueError."""
     if not isinstance(values, list) or any(type(value) not in (int, float, type(None)) for value in values):
         raise ValueError("token_logprobs is not a list of numbers")
     exact = np.array([math.nan if value is None else float(value) for value in values])
@@ -216,8 +292,8 @@ def _logprobs(values: Any) -> np.ndarray:
     return exact.astype(np.float32)
 
 
-def _integers(choice: dict[str, Any], name: str) -> np.ndarray:
-    """int32 [r] of natural numbers."""
+def integers(choice: dict[str, Any], name: str) -> np.ndarray:
+    """int32 [r] of natural numbers. Raises ValueError."""
     values = choice[name]
     if not isinstance(values, list) or any(
         type(value) is not int or not 0 <= value <= LARGEST_INTEGER for value in values

@@ -6,11 +6,12 @@ its programs once. Not covered: what to sample, which each request says for itse
 
 import ipaddress
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.model.language.config import LoadingConfig
+from penstock.types.idle_keys import refuse_idle
 
 SMALLEST_WINDOW = 128
 """Below this, a shorter attention window saves nothing that a compilation would not cost."""
@@ -26,12 +27,17 @@ class EngineConfig(BaseModel):
 
     Attributes:
         section: Where a config has these keys; errors name them so.
+        all_rows_at_first: Whether version 0 decodes all rows, whatever is live, as a run's does: so that what happens
+            before its first update needs one program of decoding.
         max_slots: Responses that are generated at the same time.
         max_seq_len: Most tokens of a prompt and its response together.
         steps_per_dispatch: Most decode steps of one dispatch; arrivals, departures and new weights wait for at most
             this many tokens.
         prefill_rows: Most prompts in one prefill.
         prefill_tokens: Most padded tokens in one prefill, so that long prompts go in fewer rows.
+        prefill_chunk: Tokens of a long prompt that are prefilled between two dispatches, so that others go on
+            meanwhile; one that would be padded to at most twice as many is prefilled whole. On one CPU; other devices
+            prefill every prompt whole.
         prefill_lengths: Lengths that prompts are padded to, ascending; None chooses powers of four up to half of the
             largest possible prompt, which is always added.
         decode_rows: Rows that a decode step may have, ascending: the fewest that hold all live responses. None chooses
@@ -48,12 +54,14 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     section: ClassVar[str] = "inference"
+    all_rows_at_first: ClassVar[bool] = False
 
     max_slots: int = Field(default=64, gt=0)
     max_seq_len: int = Field(default=1024, gt=1)
     steps_per_dispatch: int = Field(default=8, gt=0)
     prefill_rows: int = Field(default=8, gt=0)
     prefill_tokens: int = Field(default=1024, gt=0)
+    prefill_chunk: int = Field(default=128, gt=0)
     prefill_lengths: tuple[int, ...] | None = None
     decode_rows: tuple[int, ...] | None = None
     windows: tuple[int, ...] | None = None
@@ -96,10 +104,77 @@ class EngineConfig(BaseModel):
         return (most,) if most == 1 or most * length <= SMALL_PREFILL else (1, most)
 
 
+class ExternalConfig(BaseModel):
+    """Inference servers of another make: which they are, and how they get weights.
+
+    Attributes:
+        urls: Where they listen, one for each of `inference.servers`.
+        launch: Instead of `urls` the command that starts one, such as ``[/opt/vllm/bin/vllm, serve, "{model}"]``, in
+            its own virtual environment. In place of ``{model}`` stands the directory that it loads; what Penstock needs
+            of address, name, lengths and routes is added behind.
+        model: What the servers call their model; one that is launched is told so.
+        api_key_file: File with the key that they ask for; None: none. One that is launched has a key of its own.
+        weights: `directory`: each version is written as a Hugging Face directory, which the servers load; `lora`: each
+            as an adapter with a name of its own, which requests name, so that nothing pauses; `none`: they stay as they
+            are, for evaluations and `penstock generate`.
+        weights_dir: Folder that this run and the servers see by the same path; None takes shared memory where two
+            versions fit with some room, else the run directory.
+        pause: What becomes of requests that run while weights are loaded: they are kept, waited for, or aborted and
+            asked again.
+        kv: Whether requests that are kept compute their cache anew under the new weights, or go on with what they have.
+        start_timeout_s: Longest time that a server that is launched takes until it answers.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    urls: tuple[str, ...] = ()
+    launch: tuple[str, ...] = ()
+    model: str = Field(default="policy", min_length=1)
+    api_key_file: Path | None = None
+    weights: Literal["directory", "lora", "none"] = "directory"
+    weights_dir: Path | None = None
+    pause: Literal["keep", "wait", "abort"] = "keep"
+    kv: Literal["recompute", "keep"] = "recompute"
+    start_timeout_s: float = Field(default=900.0, gt=0)
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "ExternalConfig":
+        if bool(self.urls) == bool(self.launch):
+            raise ValueError("give urls, where servers listen, or launch, the command that starts one: exactly one")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")) or url.endswith("/"):
+                raise ValueError(f"urls holds {url!r}: give it as http://HOST:PORT, without a path or slash behind")
+        if self.launch and "{model}" not in self.launch:
+            raise ValueError(
+                f"launch is {' '.join(self.launch)}: one of its words must be {{model}}, in whose place stands the "
+                "directory that the server loads"
+            )
+        launched = "servers that are launched listen on loopback with a key of their own"
+        if self.launch:
+            refuse_idle(self, ("api_key_file",), launched)
+        else:
+            refuse_idle(self, ("start_timeout_s",), "only servers that are launched are waited for")
+        if self.weights != "directory":
+            why = "requests name their adapter" if self.weights == "lora" else "the servers' weights stay as they are"
+            refuse_idle(self, ("pause", "kv"), f"weights is {self.weights}: {why}, so that nothing pauses")
+        if self.weights == "none":
+            refuse_idle(self, ("weights_dir",), "weights is none: the servers' weights stay as they are")
+        return self
+
+
+_BUILTIN_KEYS = (
+    "steps_per_dispatch", "prefill_rows", "prefill_tokens", "prefill_lengths", "windows", "max_stop_token_ids",
+    "model_parallel", "host", "tls_cert", "tls_key", "max_waiting",
+)  # fmt: skip
+
+
 class InferenceConfig(EngineConfig):
     """A run's engines, and the servers over them where they run in processes of their own.
 
     Attributes:
+        engine: `builtin`: Penstock's own; `vllm`: servers of vLLM, driven by this run; `openai`: a server of whatever
+            make with OpenAI's API and weights that stay, for evaluations and `penstock generate`.
+        external: The servers, where they are not Penstock's.
         servers: How many, each with an engine of its own (``runtime: ray``; one process has one engine).
         host: Address that the servers listen on; ``0.0.0.0`` for runs on several machines. Whoever asks must show the
             run's own token.
@@ -111,6 +186,10 @@ class InferenceConfig(EngineConfig):
             rollouts listens on this machine's loopback address, with a key for each rollout.
     """
 
+    all_rows_at_first: ClassVar[bool] = True
+
+    engine: Literal["builtin", "vllm", "openai"] = "builtin"
+    external: ExternalConfig | None = None
     servers: int = Field(default=1, ge=1)
     host: str = "127.0.0.1"
     tls_cert: Path | None = None
@@ -123,6 +202,28 @@ class InferenceConfig(EngineConfig):
     def _certificate_and_key(self) -> "InferenceConfig":
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: give both, or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _external_fits(self) -> "InferenceConfig":
+        external = self.external
+        if (self.engine == "builtin") != (external is None):
+            what = "has no effect" if external is not None else "is missing: give external.urls or external.launch"
+            raise ValueError(f"engine is {self.engine}, and external {what}")
+        if external is None:
+            return self
+        why = f"engine is {self.engine}, and it is of Penstock's own engine"
+        refuse_idle(self, _BUILTIN_KEYS, why)
+        if self.engine == "openai" and external.weights != "none":
+            raise ValueError(
+                f"external.weights is {external.weights}: an OpenAI API has no way to change weights; set it to none"
+            )
+        if self.engine == "openai" and external.launch:
+            raise ValueError("external.launch is given: only vLLM is launched; start the server, and give its urls")
+        if external.urls and len(external.urls) != self.servers:
+            raise ValueError(
+                f"external.urls names {len(external.urls)} servers, and servers is {self.servers}: give the same number"
+            )
         return self
 
 

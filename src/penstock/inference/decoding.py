@@ -109,14 +109,15 @@ class Moves(NamedTuple):
 
         Args:
             sources: By target: the source, and how many positions.
-            slots: How many there are.
-            length: Of the arrays that are read.
+            slots: How many slots the cache has.
+            length: Positions of the arrays that are read.
         """
         size = page_positions(length)
         pages = [(row, slot, at) for slot, (row, reach) in sources.items() for at in range(0, reach, size)]
         found = np.zeros((3, slots * -(-length // size)), np.int32)
         found[:, : len(pages)] = np.array(pages, np.int32).reshape(-1, 3).T
-        return cls(*map(jax.device_put, found), jax.device_put(np.int32(len(pages))))
+        rows, targets, starts = map(jax.device_put, found)
+        return cls(rows, targets, starts, jax.device_put(np.int32(len(pages))))
 
 
 def insert(
@@ -203,10 +204,10 @@ def decode(
     """Runs up to `steps` decode steps for every live row.
 
     Args:
-        weights: What is served.
-        cache: Of all slots.
+        weights: Those that are served.
+        cache: The entries of all slots.
         rows: One per slot and in their order for ``dense``; any slots, each once, for ``pages``.
-        steps: Of one dispatch.
+        steps: At most so many in one dispatch.
         kernel: What computes attention.
     """
     count = rows.tokens.shape[0]
@@ -253,8 +254,8 @@ def decode_step(
     """Adds one token per live row to the cache and scores the next one.
 
     Args:
-        weights: What is served.
-        cache: Of all slots.
+        weights: Those that are served.
+        cache: The entries of all slots.
         rows: Newest tokens, their positions, and the slots where the rows lie.
         live: Whose tokens are added.
         pages: What attention reads; None: all of the cache, whose slots the rows then are.
@@ -304,4 +305,37 @@ def prefill(weights: ServedWeights, tokens: Int32[Array, "rows length"], kernel:
         keys.append(key.transpose(0, 2, 1, 3))
         values.append(value.transpose(0, 2, 1, 3))
         x = layer.finish(x, attention(query, key, value, whole_rows, kernel, window))
+    return KVCache(tuple(keys), tuple(values))
+
+
+def extend(
+    weights: ServedWeights,
+    cache: KVCache,
+    tokens: Int32[Array, " length"],
+    slot: Int32[Array, ""],
+    start: Int32[Array, ""],
+) -> KVCache:
+    """Adds the next tokens of a long prompt to what a slot holds of it.
+
+    Args:
+        weights: Those that are served.
+        cache: The entries of all slots.
+        tokens: Padded; padding beyond the prompt is overwritten by decoding, beyond the window it is not written.
+        slot: Which one; beyond the last it writes nothing.
+        start: Position of the first of them.
+    """
+    length, config = tokens.shape[0], weights.ends.config
+    positions, slots = start + jnp.arange(length, dtype=jnp.int32), jnp.full(length, slot, jnp.int32)
+    tables = {window: rotary_tables(config, positions, window) for window in dict.fromkeys(config.windows)}
+    seen = {window: _seen(positions, cache.window, window)[:, 0][None] for window in dict.fromkeys(config.windows)}
+    x = weights.ends.embed(tokens)
+    keys, values = [], []
+    for layer, window, cached_keys, cached_values in zip(
+        weights.layers, config.windows, cache.keys, cache.values, strict=True
+    ):
+        query, key, value = layer.project(x, *tables[window])
+        keys.append(append(cached_keys, key, slots, positions))
+        values.append(append(cached_values, value, slots, positions))
+        own_keys, own_values = (lax.dynamic_index_in_dim(cached, slot) for cached in (keys[-1], values[-1]))
+        x = layer.finish(x, grouped_attention(query[None], own_keys, own_values, seen[window])[0])
     return KVCache(tuple(keys), tuple(values))

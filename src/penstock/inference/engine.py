@@ -6,7 +6,7 @@ there, so every token has exactly one version. Given one `submit` into an idle e
 function of that submission and the weights.
 
 An exception in the thread fails every pending future and is raised again by the next call. Not covered: paging of
-memory, chunked prefill.
+memory.
 """
 
 import functools
@@ -22,7 +22,8 @@ import numpy as np
 
 from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import ServedWeights
-from penstock.inference.scheduler import LatencyHistogram, RunningBatch, ThroughputMeter
+from penstock.inference.meter import LatencyHistogram, ThroughputMeter
+from penstock.inference.scheduler import RunningBatch
 from penstock.inference.sequence import GenerationRequest, PendingRequest, Response, check_request
 from penstock.model.language import Decoder
 from penstock.model.programs import LazyPrograms
@@ -335,7 +336,7 @@ class InferenceEngine:
         return {f"inference/{name}": value for name, value in (self._meter.read() | gauges).items()}
 
     def latencies(self) -> dict[str, LatencyHistogram]:
-        """How long responses took, by the names of `penstock.inference.scheduler.LATENCIES`."""
+        """How long responses took, by the names of `penstock.inference.meter.LATENCIES`."""
         return self._meter.latencies()
 
     def raise_if_failed(self) -> None:

@@ -40,6 +40,7 @@ from penstock.inference.decoding import (
     ServedWeights,
     create_cache,
     decode,
+    extend,
     fork,
     insert,
     prefill,
@@ -59,6 +60,7 @@ class CompiledSteps(NamedTuple):
     create: Callable[..., KVCache]
     decode: Callable[..., Any]
     prefill: Callable[..., KVCache]
+    extend: Callable[..., KVCache]
     insert: Callable[..., Array]
     fork: Callable[..., Array]
     resize: Callable[..., Array]
@@ -68,6 +70,7 @@ ONE_DEVICE = CompiledSteps(
     create=create_cache,
     decode=jax.jit(decode, static_argnames=("steps", "kernel"), donate_argnames="cache"),
     prefill=jax.jit(prefill, static_argnames="kernel"),
+    extend=jax.jit(extend, donate_argnames="cache"),
     insert=jax.jit(insert, donate_argnames="cached"),
     fork=jax.jit(fork, donate_argnames="cached"),
     resize=jax.jit(resize, static_argnames="window"),
@@ -84,6 +87,7 @@ def split_programs(split: "ModelSplit") -> CompiledSteps:
             decode, static_argnames=("steps", "kernel"), donate_argnames="cache", out_shardings=(cache, whole)
         ),
         prefill=jax.jit(prefill, static_argnames="kernel", out_shardings=cache),
+        extend=jax.jit(extend, donate_argnames="cache", out_shardings=cache),
         insert=jax.jit(insert, donate_argnames="cached", out_shardings=cache),
         fork=jax.jit(fork, donate_argnames="cached", out_shardings=cache),
         resize=jax.jit(resize, static_argnames="window", out_shardings=cache),
@@ -193,6 +197,7 @@ def _check_divides(model: ModelConfig, devices: int, section: str) -> None:
 _PAGES = "decode, {} rows by pages, window {}"
 _DECODE, _FORK, _RESIZE = "decode, window {}", "fork, window {}", "resize, window {} to {}"
 _PREFILL = "prefill, {} × {} prompt tokens"
+_EXTEND = "prefill, {} more prompt tokens, window {}"
 _INSERT = "insert, {} × {} prompt tokens, window {}"
 """Names of programs."""
 
@@ -203,6 +208,9 @@ class ModelRunner:
     Args:
         decoder: The first weights.
         config: Shapes, and over how many devices.
+
+    Attributes:
+        first: Whether the weights are the first version of all; see `EngineConfig.all_rows_at_first`.
 
     Raises:
         ConfigError: the model cannot be split over that many devices, or there are fewer.
@@ -215,6 +223,7 @@ class ModelRunner:
         self._split = ModelSplit.over(decoder.config, devices, config.section) if devices > 1 else None
         self._programs = ONE_DEVICE if self._split is None else split_programs(self._split)
         self._lazy: LazyPrograms | None = None
+        self.first = False
         self._weights = self._prepared(decoder, None)
         self._cache = self._programs.create(decoder.config, config.max_slots, self._windows[0])
 
@@ -264,6 +273,19 @@ class ModelRunner:
         self._cache = jax.tree.map(lambda *arrays: self._programs.insert(*arrays, moves), self._cache, prefilled)
 
     @property
+    def whole(self) -> int | None:
+        """Prompts whose padded length is greater are prefilled by `extend`, chunk by chunk; None: no prompt."""
+        return 2 * self._config.prefill_chunk if self._by_pages else None
+
+    def extend(self, tokens: Int32[np.ndarray, " length"], slot: int, start: int) -> None:
+        """Adds up to a chunk of a prompt to what its slot holds, from that position on."""
+        chunk = self._config.prefill_chunk
+        self._need(_EXTEND.format(chunk, self.window))
+        padded = jax.device_put(np.pad(tokens, (0, chunk - len(tokens))))
+        place = jax.device_put(np.int32(slot)), jax.device_put(np.int32(start))
+        self._cache = self._programs.extend(self._weights, self._cache, padded, *place)
+
+    @property
     def _platform(self) -> Platform:
         devices = self._weights.ends.embedding.sharding.device_set
         return platform_named(next(iter(devices)).platform)
@@ -289,8 +311,10 @@ class ModelRunner:
                 yield _PAGES.format(rows, window), rows, "pages"
 
     def _decode_shape(self, rows: HostRows) -> tuple[str, int, DecodeKernel]:
-        """That of the program for what is live: a function of nothing else."""
+        """That of the program for what is live: a function of that, and of whether the weights are the first."""
         slots, window, live = self._config.max_slots, self.window, rows["budget"] > 0
+        if self.first and self._config.all_rows_at_first:
+            return _DECODE.format(window), slots, "dense"
         count = next(b for b in self._config.decode_buckets if b >= live.sum()) if self._by_pages else slots
         size = page_positions(window)
         reach = (rows["positions"] + np.minimum(rows["budget"], self._steps))[live]
@@ -353,7 +377,6 @@ class ModelRunner:
         for rows, length in sorted(self._prefill_shapes(smallest), key=lambda shape: (shape[1], -shape[0]))[:1]:
             first += [_PREFILL.format(rows, length), _INSERT.format(rows, length, smallest)]
         self._lazy.compile(first, urgent=True)
-        self._lazy.compile(name for name, _, kernel in self._decode_shapes(smallest) if kernel == "pages")
         for window, wider in pairwise(self._windows):
             self._lazy.compile([_RESIZE.format(window, wider), _DECODE.format(wider)])
         return self._lazy
@@ -405,6 +428,10 @@ class ModelRunner:
                 found[_INSERT.format(count, length, window)] = functools.partial(
                     run.insert.lower, cache.keys[0], prefilled.keys[0], Moves.of({}, config.max_slots, length)
                 )
+            if self._extends(window):
+                tokens, zero = np.zeros(config.prefill_chunk, np.int32), np.int32(0)
+                lower = functools.partial(run.extend.lower, weights, cache, tokens, zero, zero)
+                found[_EXTEND.format(config.prefill_chunk, window)] = lower
             found[_FORK.format(window)] = functools.partial(
                 run.fork.lower, cache.keys[0], Moves.of({}, config.max_slots, window)
             )
@@ -434,9 +461,17 @@ class ModelRunner:
             for rows, length in self._prefill_shapes(window):
                 prefill = functools.partial(self.prefill, np.zeros((rows, length), np.int32), nowhere)
                 yield f"prefill, {rows} × {length} prompt tokens, window {window}", prefill
+            if self._extends(window):
+                extend = functools.partial(self.extend, np.zeros(1, np.int32), slots, 0)
+                yield _EXTEND.format(self._config.prefill_chunk, window), extend
         yield "digests", self._weights.digests
 
     def _prefill_shapes(self, window: int) -> Iterator[tuple[int, int]]:
         for length in self._config.prefill_buckets:
-            if length <= window:
+            if length <= min(window, self.whole or window):
                 yield from ((rows, length) for rows in self._config.prefill_row_counts(length))
+
+    def _extends(self, window: int) -> bool:
+        """Whether prompts that are prefilled by chunks fit into that window."""
+        buckets, whole = self._config.prefill_buckets, self.whole
+        return whole is not None and buckets[-1] > whole and window > max([0, *(b for b in buckets if b <= whole)])

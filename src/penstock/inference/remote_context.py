@@ -11,7 +11,7 @@ from itertools import groupby
 
 import numpy as np
 
-from penstock.inference.codec import ServerRequest, requests_of
+from penstock.inference.codec import ServerRequest
 from penstock.inference.routing import PinnedServer
 from penstock.inference.server_pool import ServerPool
 from penstock.types import Completion, Decoding, EnvironmentFailure, GenerationCall, TextCodec, WeightVersion
@@ -98,8 +98,8 @@ class RemoteContext:
         sent = [request for requests in asked if isinstance(requests, list) for request in requests]
         answers = iter(self._pool.ask(sent))
         return [
-            requests if isinstance(requests, EnvironmentFailure) else _joined([next(answers) for _ in requests])
-            for requests in asked
+            requests if isinstance(requests, EnvironmentFailure) else _joined([next(answers) for _ in requests], call.n)
+            for requests, call in zip(asked, calls, strict=True)
         ]
 
     def _one_by_one(self, calls: Sequence[GenerationCall]) -> list[list[list[Completion]] | EnvironmentFailure]:
@@ -114,7 +114,7 @@ class RemoteContext:
         if isinstance(requests, EnvironmentFailure):
             answer = requests
         else:
-            answer = _joined([part for request in requests for part in self._pool.ask([request])])
+            answer = _joined([part for request in requests for part in self._pool.ask([request])], whole.n)
         if isinstance(answer, EnvironmentFailure):  # of one prompt, whose call fails alone
             return [answer] if len(calls) == 1 else [result for call in calls for result in self._one_by_one([call])]
         groups = iter(answer)
@@ -122,18 +122,19 @@ class RemoteContext:
 
     def _requests(self, call: GenerationCall) -> list[ServerRequest[list[list[Completion]]]] | EnvironmentFailure:
         try:
-            return requests_of(call, self._tokenizer, self._pool.model_name, self._session, self._target, self._least)
+            ask, name = self._pool.dialect.requests, self._pool.model_name
+            return ask(call, self._tokenizer, name, self._session, self._target, self._least)
         except EnvironmentFailure as failure:
             return failure
 
 
 def _joined(
-    answers: Sequence[list[list[Completion]] | EnvironmentFailure],
+    answers: Sequence[list[list[Completion]] | EnvironmentFailure], n: int
 ) -> list[list[Completion]] | EnvironmentFailure:
-    """The answers of one call's requests together, or the first failure among them."""
-    groups: list[list[Completion]] = []
+    """The answers of one call's requests together, n to a prompt, or the first failure among them."""
+    completions: list[Completion] = []
     for answer in answers:
         if isinstance(answer, EnvironmentFailure):
             return answer
-        groups += answer
-    return groups
+        completions += [completion for group in answer for completion in group]
+    return [completions[first : first + n] for first in range(0, len(completions), n)]

@@ -19,9 +19,9 @@ import math
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from penstock.types import UnreachableError
+from penstock.types import UnreachableError, WeightVersion
 
 SHORTEST_REFUSAL_S, LONGEST_REFUSAL_S = 0.05, 2.0
 SHORTEST_FAILURE_S, LONGEST_FAILURE_S = 0.1, 5.0
@@ -38,12 +38,14 @@ class Server:
         incarnation: How often it was started before.
         url: Where it listens, such as ``http://127.0.0.1:8000``.
         accepting: Whether it takes new requests; one that drains only finishes those that it has.
+        version: What it serves, as far as it was told; None: nobody knows.
     """
 
     name: str
     incarnation: int
     url: str
     accepting: bool = True
+    version: WeightVersion | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{self.name}#{self.incarnation}"

@@ -9,18 +9,18 @@ request, or of several. Sharing never crosses a weight version, and the prefix i
 so that what an idle engine does with a submission depends on the submission alone.
 """
 
-import threading
 import time
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import ServedWeights
 from penstock.inference.dispatch import HostRows, HostSamples
+from penstock.inference.meter import ThroughputMeter
 from penstock.inference.model_runner import ModelRunner
 from penstock.inference.sequence import Response
 from penstock.model.language import Decoder
@@ -43,12 +43,31 @@ class AdmissionPlan:
     Attributes:
         fork: By slot: the slot whose cache it takes, and how many entries; none of these is written to before.
         prefills: In order.
+        long: Prompts that are prefilled by chunks, with their slots.
         hits: Responses whose prompt was cached.
     """
 
     fork: dict[int, tuple[int, int]]
     prefills: tuple[Prefill, ...]
+    long: tuple["Filling", ...]
     hits: int
+
+
+@dataclass(slots=True, eq=False)
+class Filling:
+    """A long prompt on its way into the cache; its slots do not decode before it is there.
+
+    Attributes:
+        text: Whose last token is decoded.
+        slots: Those that take it, the first of which holds it meanwhile.
+        version: Of the weights that began.
+        done: Tokens in the cache.
+    """
+
+    text: np.ndarray
+    slots: list[int]
+    version: WeightVersion
+    done: int = 0
 
 
 class PrefixIndex:
@@ -65,7 +84,7 @@ class PrefixIndex:
     def overwrite(self, slot: int, prompt: np.ndarray) -> bool:
         """The slot is going to hold this prompt's cache, and no longer another's; whether it does so already."""
         held = self._prompt_in.get(slot)
-        if held == prompt.tobytes():
+        if slot in self._slots_of.get(prompt.tobytes(), ()):
             return True
         if held is not None:
             self._slots_of[held].discard(slot)
@@ -74,9 +93,10 @@ class PrefixIndex:
         self._prompt_in[slot] = prompt.tobytes()
         return False
 
-    def note(self, slot: int) -> None:
-        """The slot holds now what it was going to hold."""
-        self._slots_of[self._prompt_in[slot]].add(slot)
+    def note(self, slot: int, prompt: np.ndarray) -> None:
+        """The slot holds now what it was going to hold, unless that was forgotten meanwhile."""
+        if self._prompt_in.get(slot) == prompt.tobytes():
+            self._slots_of[prompt.tobytes()].add(slot)
 
     def clear(self) -> None:
         """Drops every entry."""
@@ -85,11 +105,22 @@ class PrefixIndex:
 
 
 def plan_admission(
-    assigned: Sequence[tuple[int, Response]], prefixes: PrefixIndex, config: EngineConfig
+    assigned: Sequence[tuple[int, Response]],
+    prefixes: PrefixIndex,
+    config: EngineConfig,
+    version: WeightVersion,
+    whole: int | None = None,
 ) -> AdmissionPlan:
     """Decides how each assigned slot gets its prompt's cache, and records it in the index.
 
     A prompt of one token needs no cache: its only token is decoded.
+
+    Args:
+        assigned: Free slots, and the response that each is given to.
+        prefixes: Which slots hold which prompts.
+        config: Shapes and limits of the engine.
+        version: Of the weights that prefill.
+        whole: `ModelRunner.whole`.
     """
     fork: dict[int, tuple[int, int]] = {}
     fresh: dict[bytes, list[int]] = defaultdict(list)
@@ -102,10 +133,27 @@ def plan_admission(
         elif len(prompt) > 1:
             fresh[prompt.tobytes()].append(slot)
             prompts[prompt.tobytes()] = prompt
-    for slot, _ in missing:
-        prefixes.note(slot)
+    prefills, long = _divided(prompts, fresh, config, version, whole)
+    later = {slot for filling in long for slot in filling.slots}
+    for slot, prompt in missing:
+        if slot not in later:
+            prefixes.note(slot, prompt)
     hits = sum(len(response.prompt) > 1 for _, response in assigned) - sum(map(len, fresh.values()))
-    return AdmissionPlan(fork, _batch(prompts, fresh, config), hits)
+    return AdmissionPlan(fork, prefills, long, hits)
+
+
+def _divided(
+    texts: dict[bytes, np.ndarray],
+    slots_of: dict[bytes, list[int]],
+    config: EngineConfig,
+    version: WeightVersion,
+    whole: int | None,
+) -> tuple[tuple[Prefill, ...], tuple[Filling, ...]]:
+    """Those that are prefilled at once, and those by chunks."""
+    long = [key for key, text in texts.items() if whole is not None and padded_length(len(text), config) > whole]
+    short = {key: text for key, text in texts.items() if key not in long}
+    fillings = (Filling(texts[key], slots_of[key], version) for key in long)
+    return _batch(short, slots_of, config), tuple(fillings)
 
 
 def _batch(
@@ -216,6 +264,20 @@ class SlotTable:
         rows["stop_token_ids"][slot, : len(stops)] = stops
         return slot
 
+    def hold(self, slot: int) -> None:
+        """Its response decodes nothing before `begin`."""
+        self._rows["budget"][slot] = 0
+
+    def begin(self, slot: int) -> None:
+        """Its response goes on."""
+        response = self._responses[slot]
+        self._rows["budget"][slot] = 0 if response is None else response.remaining_tokens
+
+    @property
+    def live(self) -> list[tuple[int, Response]]:
+        """Running responses that decode, by ascending slot."""
+        return [(slot, response) for slot, response in self.occupied() if self._rows["budget"][slot] > 0]
+
     def release(self, slot: int) -> None:
         """Frees a slot; its cache entries stay, its parameters must not slow down the others."""
         self._responses[slot] = None
@@ -227,7 +289,7 @@ class SlotTable:
     def advance(self, sampled: HostSamples, version: WeightVersion) -> list[tuple[int, Response]]:
         """Gives each response its new tokens; returns those that ended, still in their slots."""
         ended: list[tuple[int, Response]] = []
-        for slot, response in self.occupied():
+        for slot, response in self.live:
             count = int(sampled.count[slot])
             tokens = sampled.tokens[:count, slot].tolist()
             response.extend(tokens, sampled.logprobs[:count, slot].tolist(), version)
@@ -237,110 +299,6 @@ class SlotTable:
             if response.finish_reason is not None:
                 ended.append((slot, response))
         return ended
-
-
-RECENT_S = 10.0
-"""The rate is over dispatches of the last so many seconds,"""
-LEAST_DISPATCHES = 4
-"""and over at least so many, however long ago: one of a slow model may take longer, and so may a pause."""
-
-
-LATENCIES = ("queue_s", "first_token_s", "between_tokens_s", "whole_s")
-"""Seconds of a response: until it has a slot, until its first tokens, between two tokens, and until its end."""
-LATENCY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-
-
-@dataclass(slots=True)
-class LatencyHistogram:
-    """How often something took how long.
-
-    Attributes:
-        counts: By upper bound, `LATENCY_BOUNDS_S` and then everything longer; not cumulative.
-        total_s: Sum of all, in seconds.
-    """
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
-    total_s: float = 0.0
-
-    def add(self, seconds: float, times: int = 1) -> None:
-        """It took so long, so many times."""
-        self.counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += times
-        self.total_s += seconds * times
-
-
-class ThroughputMeter:
-    """Totals, the recent rate of generation, and how long responses wait."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._totals = {"tokens_total": 0.0, "prefill_tokens_total": 0.0, "prompts_total": 0.0}
-        self._totals |= {"responses_total": 0.0, "dispatches_total": 0.0, "weight_swaps_total": 0.0}
-        self._totals |= {"prefix_hits_total": 0.0}
-        self._latencies = {name: LatencyHistogram() for name in LATENCIES}
-        self._busy_s = 0.0
-        self._recent: deque[tuple[float, float, int]] = deque()
-
-    def add(self, **amounts: int) -> None:
-        """Adds to totals by name, without their ``_total``."""
-        with self._lock:
-            for name, amount in amounts.items():
-                self._totals[f"{name}_total"] += amount
-
-    def add_dispatch(self, started: float, tokens: int) -> None:
-        """One dispatch, from ``time.monotonic()`` at its start until now."""
-        now = time.monotonic()
-        self.add(dispatches=1, tokens=tokens)
-        with self._lock:
-            self._busy_s += now - started
-            self._recent.append((started, now, tokens))
-            self._forget(now)
-
-    def add_waits(self, arrivals: Sequence[Response]) -> None:
-        """These have their slots now."""
-        now = time.monotonic()
-        with self._lock:
-            for response in arrivals:
-                self._latencies["queue_s"].add(now - response.pending.submitted_s)
-
-    def add_tokens(self, running: Sequence[tuple[int, Response]], count: np.ndarray) -> None:
-        """A dispatch gave each slot so many tokens, which are told all at once."""
-        now = time.monotonic()
-        with self._lock:
-            for slot, response in running:
-                self._add_tokens(response, int(count[slot]), now)
-
-    def _add_tokens(self, response: Response, count: int, now: float) -> None:
-        began = response.pending.submitted_s
-        if response.told_s is None:
-            self._latencies["first_token_s"].add(now - began)
-        else:
-            self._latencies["between_tokens_s"].add((now - response.told_s) / count, count)
-        response.told_s = now
-        if response.finish_reason is not None:
-            self._latencies["whole_s"].add(now - began)
-
-    def latencies(self) -> dict[str, LatencyHistogram]:
-        """By the names of `LATENCIES`."""
-        with self._lock:
-            return {name: LatencyHistogram([*each.counts], each.total_s) for name, each in self._latencies.items()}
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which dispatches ran, since the start."""
-        with self._lock:
-            return self._busy_s
-
-    def read(self) -> dict[str, float]:
-        """Totals, and ``tokens_per_s``: recent tokens over the time in which dispatches ran."""
-        with self._lock:
-            self._forget(time.monotonic())
-            busy_s = sum(ended - started for started, ended, _ in self._recent)
-            tokens = sum(count for _, _, count in self._recent)
-            return {**self._totals, "tokens_per_s": tokens / busy_s if busy_s > 0 else 0.0}
-
-    def _forget(self, now: float) -> None:
-        while len(self._recent) > LEAST_DISPATCHES and self._recent[0][1] < now - RECENT_S:
-            self._recent.popleft()
 
 
 class RunningBatch:
@@ -357,6 +315,7 @@ class RunningBatch:
         self._runner = ModelRunner(decoder, config)
         self._slots = SlotTable(config.max_slots, config.max_stop_token_ids)
         self._prefixes = PrefixIndex()
+        self._fillings: deque[Filling] = deque()
 
     @property
     def free(self) -> int:
@@ -416,7 +375,8 @@ class RunningBatch:
         if fresh_start:
             self._prefixes.clear()
         assigned = self._place(arrivals)
-        admission = plan_admission(assigned, self._prefixes, self._config)
+        admission = plan_admission(assigned, self._prefixes, self._config, version, self._runner.whole)
+        self._hold(admission.long)
         self._fit_window(admission, fresh_start)
         self._fill(admission)
         for response in arrivals:
@@ -450,21 +410,75 @@ class RunningBatch:
                 slots[text.tobytes()].append(slot)
                 texts[text.tobytes()] = text
                 response.prefilled_by = version
-        admission = AdmissionPlan({}, _batch(texts, slots, self._config), hits=0)
+        self._fillings.clear()
+        prefills, long = _divided(texts, slots, self._config, version, self._runner.whole)
+        admission = AdmissionPlan({}, prefills, long, hits=0)
+        self._hold(long)
         self._fit_window(admission, fresh_start=False)
         self._fill(admission)
+        for slot, _ in self._slots.occupied():
+            if not any(slot in filling.slots for filling in long):
+                self._slots.begin(slot)
+
+    def _hold(self, fillings: Sequence[Filling]) -> None:
+        """Takes in long prompts; one that is on its way under the same weights gets more slots."""
+        for filling in fillings:
+            for slot in filling.slots:
+                self._slots.hold(slot)
+            same = (f for f in self._fillings if f.version == filling.version and np.array_equal(f.text, filling.text))
+            under_way = next(same, None)
+            if under_way is None:
+                self._fillings.append(filling)
+            else:
+                under_way.slots += filling.slots
+
+    def _extend(self) -> None:
+        """The next chunk of the first long prompt; with its last one, its slots can decode."""
+        if not self._fillings:
+            return
+        filling, chunk = self._fillings[0], self._config.prefill_chunk
+        needed, first = len(filling.text) - 1, filling.slots[0]
+        self._runner.extend(filling.text[filling.done : min(filling.done + chunk, needed)], first, filling.done)
+        self._meter.add(prefill_tokens=chunk)
+        filling.done += chunk
+        if filling.done < needed:
+            return
+        self._fillings.popleft()
+        if len(filling.slots) > 1:
+            self._runner.fork({slot: (first, needed) for slot in filling.slots[1:]})
+        for slot in filling.slots:
+            self._slots.begin(slot)
+            self._prefixes.note(slot, filling.text)
+
+    def _release(self, slot: int) -> None:
+        """Frees a slot; a long prompt that it held begins again in the next of its slots."""
+        self._slots.release(slot)
+        for filling in self._fillings:
+            if slot in filling.slots:
+                filling.done = 0 if filling.slots[0] == slot else filling.done
+                filling.slots.remove(slot)
+        self._fillings = deque(filling for filling in self._fillings if filling.slots)
 
     def clear(self) -> None:
         """Frees all slots."""
+        self._fillings.clear()
         for slot, _ in self._slots.occupied():
             self._slots.release(slot)
 
     def decode(self, version: WeightVersion) -> list[Response]:
-        """Runs one dispatch; returns the responses that ended with it, whose slots are free again."""
-        if not self._slots.running:
+        """Prefills a chunk of a long prompt, where there is one, and runs one dispatch.
+
+        Returns:
+            The responses that ended with it, whose slots are free again.
+        """
+        if self._needed > self._runner.window:
+            self._runner.resize(self._bucket(self._needed))
+        self._extend()
+        running = self._slots.live
+        if not running:
             return []
         started = time.monotonic()
-        running = list(self._slots.occupied())
+        self._runner.first = version.step == 0
         sampled = self._runner.decode(self._slots.rows)
         ended = self._slots.advance(sampled, version)
         self._meter.add_tokens(running, sampled.count)
@@ -478,18 +492,23 @@ class RunningBatch:
         """Frees the slots of responses that nobody waits for; returns how many."""
         cancelled = [slot for slot, response in self._slots.occupied() if response.pending.future.cancelled()]
         for slot in cancelled:
-            self._slots.release(slot)
+            self._release(slot)
         return len(cancelled)
 
     def _fit_window(self, admission: AdmissionPlan, fresh_start: bool) -> None:
         """Grows the cache when needed; shrinks it at a fresh start, or when half of it would do."""
-        lengths = [prefill.tokens.shape[1] for prefill in admission.prefills]
-        needed = max([self._slots.reach(self._config.steps_per_dispatch), *lengths])
+        needed = max([self._needed, *(prefill.tokens.shape[1] for prefill in admission.prefills)])
         if needed > self._runner.window or fresh_start:
             self._runner.resize(self._bucket(needed))
         elif self._bucket(2 * needed) < self._runner.window:
             self._runner.resize(self._bucket(2 * needed))
             self._prefixes.clear()  # the end of a prompt in a free slot may be cut off
+
+    @property
+    def _needed(self) -> int:
+        """Positions that the cache must have for the next dispatch."""
+        steps = self._config.steps_per_dispatch
+        return max([self._slots.reach(steps), *(len(filling.text) + steps for filling in self._fillings)])
 
     def _bucket(self, needed: int) -> int:
         windows = self._config.window_buckets

@@ -6,8 +6,9 @@ that waits for it fails at once, as it does when the server is known to be dead.
 vanished costs seconds, not the whole limit of a request. What a reply means:
 
 - *none*, because a connection failed or the server is gone from the list: asked again, whole, elsewhere;
-- *status 429*: the server is overloaded; asked again after a pause, elsewhere where the request may;
-- *status 502 to 504*: it cannot answer; asked again, elsewhere;
+- *status 429*, or what else its dialect says: the server is overloaded; asked again after a pause, elsewhere where the
+  request may;
+- *status 502 to 504*, or what else its dialect says: it cannot answer; asked again, elsewhere;
 - *status 400 or 413*: the request itself is at fault, and asking again is useless;
 - *any other status, or an answer that cannot be read*: asked again, but `MOST_SERVER_FAULTS` are the end of it.
 
@@ -30,7 +31,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from penstock.inference.codec import MalformedAnswer, ServerRequest
+from penstock.inference.codec import Dialect, InterruptedAnswer, MalformedAnswer, PenstockDialect, ServerRequest
 from penstock.inference.routing import RequestQueue, Routing, Server
 from penstock.types import ConfigError, EnvironmentFailure, NoProgressError, RunFailed, Stopped
 
@@ -313,14 +314,16 @@ def result_of(answer: HttpReply, request: ServerRequest[_T]) -> _T | Environment
             return request.read(answer.content)
         except MalformedAnswer as error:
             raise ServerFault(str(error)) from error
+        except InterruptedAnswer as error:
+            raise RetryableFailure(str(error)) from error
     message, code = _error(answer.content)
     if answer.status == 413 or (answer.status == 400 and code == "invalid_prompt"):
         return EnvironmentFailure(message)
     if answer.status == 400:
         raise ConfigError(f"an inference server refused the request: {message}")
-    if answer.status == 429:
-        raise ServerBusy(f"status 429, {message}")
-    if answer.status in (502, 503, 504):
+    if answer.status in request.busy:
+        raise ServerBusy(f"status {answer.status}, {message}")
+    if answer.status in request.behind:
         raise RetryableFailure(f"status {answer.status}, {message}")
     raise ServerFault(f"status {answer.status}, {message}")
 
@@ -359,6 +362,7 @@ class ServerPool:
 
     Attributes:
         model_name: What the servers call their model.
+        dialect: How they are asked; at first as Penstock's own.
 
     Raises:
         ConfigError: the certificates cannot be read.
@@ -375,6 +379,7 @@ class ServerPool:
         health_s: float = HEALTH_S,
     ) -> None:
         self.model_name = MODEL_NAME
+        self.dialect: Dialect = PenstockDialect()
         self._timeout_s = request_timeout_s
         tls, clock = _tls(certificate_authority), time.monotonic
         self._make_connection: Callable[[Server], ServerConnection] = lambda server: ServerConnection(
@@ -505,8 +510,11 @@ class ServerPool:
         Raises:
             RetryableFailure: it should be asked again.
         """
+        bound = request.bound_to(server)
+        if bound is None:
+            raise RetryableFailure(f"it serves {server.version}, and a newer version was asked for")
         try:
-            result = result_of(await self._connection(server).post("/v1/completions", request.body), request)
+            result = result_of(await self._connection(server).post(bound.path, bound.body), bound)
         except ServerBusy:
             self._counts["refusals"] += 1
             self._routing.refused(server, self._clock())

@@ -330,6 +330,7 @@ class Checkpoint:
         learner_arrays: For `Learner.restore_arrays`.
         states: State of each other component by name, for `Checkpointable.restore`.
         header: What ``state.json`` says of the policy: which kind it is, and its dtype.
+        base: Directory of an adapter's base, in place of that which it names.
     """
 
     path: Path
@@ -337,6 +338,7 @@ class Checkpoint:
     learner_arrays: dict[str, np.ndarray]
     states: dict[str, Any]
     header: Mapping[str, str]
+    base: str | None = None
 
     @cached_property
     def decoder(self) -> "Decoder":
@@ -353,6 +355,7 @@ class Checkpoint:
             return load_decoder(
                 self.path / "model",
                 cast(Dtype, self.header["dtype"]),
+                self.base,
                 adapter_dtype=cast(Dtype | None, self.header.get("adapter_dtype")),
             )
         except _UNREADABLE as error:
@@ -434,8 +437,12 @@ def save_checkpoint(
     return target
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
+def load_checkpoint(path: Path, base: str | None = None) -> Checkpoint:
     """Reads and verifies a checkpoint.
+
+    Args:
+        path: Its directory, `checkpoints/step-<n>` of a run.
+        base: Directory of an adapter's base, where that has moved.
 
     Raises:
         CheckpointError: naming what is missing, damaged, or from a newer Penstock.
@@ -445,7 +452,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     try:
         arrays = safetensors.numpy.load_file(path / "learner.safetensors")
         header = _checked_header(state)
-        return Checkpoint(path, int(state["step"]), arrays, dict(state["states"]), header)
+        return Checkpoint(path, int(state["step"]), arrays, dict(state["states"]), header, base)
     except _UNREADABLE as error:
         raise _cannot_be_read(path, error) from error
 

@@ -20,8 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float32
 
-from penstock.batch import RowShape
-from penstock.batch.examples import longest_sample, minibatches_of
+from penstock.batch import RowShape, longest_sample, minibatches_of
 from penstock.learner import step as compiled
 from penstock.learner.config import LearnerConfig, LossConfig, OptimizerConfig
 from penstock.learner.critic import Critic, ValueHead, ValueTargets

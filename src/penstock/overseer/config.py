@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from math import ceil
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -13,6 +14,7 @@ from penstock.model.language.config import PolicyConfig
 from penstock.replay.config import ReplayBufferConfig
 from penstock.rollout.config import RolloutConfig
 from penstock.tracking.config import TrackingConfig
+from penstock.types.errors import ConfigError
 from penstock.types.idle_keys import refuse_idle
 from penstock.weights.config import WeightsConfig
 
@@ -123,6 +125,10 @@ class RoleConfig(BaseModel):
     resources: dict[str, float] = {}
     env: dict[str, str] = {}
     spread: bool = False
+
+
+COLDEST = 0.01
+"""The lowest temperature but 0 that vLLM takes as it is."""
 
 
 class RayConfig(BaseModel):
@@ -243,6 +249,7 @@ class RunConfig(BaseModel):
                 f"({self.replay.groups_per_batch} groups) generates in lockstep; leave it out"
             )
         self._check_offline()
+        self._check_external()
         self._check_replay()
         self._check_runtime()
         self.overseer.check_keep_best(self.curriculum.lessons, ("reward_mean", "success_rate", "pass_at_k"))
@@ -280,6 +287,60 @@ class RunConfig(BaseModel):
         for name, count in several.items():
             if count != 1:
                 raise ValueError(f"{name} is {count}, and one process has one: set runtime: ray, or {name}=1")
+
+    def _check_external(self) -> None:
+        """What servers of another make can and cannot do for a run."""
+        external = self.inference.external
+        if external is None:
+            return
+        if external.weights == "lora" and self.model.lora is None:
+            raise ValueError(
+                "inference.external.weights is lora, and model.lora says nothing: name the adapter there, or set "
+                "inference.external.weights to directory"
+            )
+        for lesson_id, lesson in self.curriculum.lessons.items():
+            if lesson.sampling_params.temperature < COLDEST:
+                raise ValueError(
+                    f"curriculum.lessons.{lesson_id}.sampling_params.temperature is "
+                    f"{lesson.sampling_params.temperature}: vLLM samples at {COLDEST} where it is lower; raise it"
+                )
+
+    def server_command(self, model: Path | str, port: int | str) -> list[str]:
+        """What starts a server of another make: the words that were given, and what a run needs behind them.
+
+        Args:
+            model: Path of the directory that it loads.
+            port: To listen on, of loopback.
+        """
+        external, inference, adapter = self.inference.external, self.inference, self.model.lora
+        assert external is not None  # or there is none to start
+        words = [str(model) if word == "{model}" else word for word in external.launch]
+        words += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", external.model]
+        words += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+        words += ["--dtype", self.model.dtype, "--max-model-len", str(inference.max_seq_len)]
+        words += ["--max-num-seqs", str(inference.max_slots)]
+        if external.weights == "lora" and adapter is not None:
+            words += ["--enable-lora", "--max-loras", str(self.adapters_kept), "--max-lora-rank", str(adapter.rank)]
+        return words
+
+    @property
+    def adapters_kept(self) -> int:
+        """Versions that a server has beside one another: those that may be asked for, the next, and one to spare."""
+        return self.replay.staleness_budget + 2
+
+    def check_trains(self) -> None:
+        """Refuses servers of which nothing can be trained.
+
+        Raises:
+            ConfigError: their weights stay as they are.
+        """
+        external = self.inference.external
+        if external is not None and external.weights == "none":
+            raise ConfigError(
+                f"inference.engine is {self.inference.engine} and inference.external.weights none: these servers' "
+                "weights stay as they are, so that nothing trained would ever answer; set weights to directory or "
+                "lora with engine: vllm, or use penstock generate with a server's URL, which trains nothing"
+            )
 
     def _check_offline(self) -> None:
         """What stored rollouts leave without effect."""

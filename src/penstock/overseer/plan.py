@@ -39,13 +39,14 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
         from penstock.overseer.control.plan import describe_fleet_plan
 
         return describe_fleet_plan(config)
+    config.check_trains()
     model = model_shape(config.model)
     beside, on_cpu = not config.replay.synchronous, computes_on_cpu()
     platform = "cpu" if on_cpu and find_spec("libtpu") is None else "gpu"
     check_attention(config.learner.attention, platform, model)
     config.learner.check_host_memory(platform)
     memory = estimate_memory(model, config.inference, config.learner, on_cpu, snapshots=beside)
-    if config.replay.from_rollouts is not None:
+    if config.replay.from_rollouts is not None or config.inference.external is not None:
         memory = replace(memory, engine_bytes=0, kv_cache_bytes=0)
     comments = [
         f"Model: {model.model_type}, {model.parameter_count:,} parameters, {model.dtype}, "
@@ -133,7 +134,9 @@ def _generating_lines(config: RunConfig) -> dict[str, str]:
     return {
         "curriculum": f"{len(config.curriculum.lessons)} lessons: {lessons}",
         "inference engine": f"{engines}{engine.max_slots} slots of {engine.max_seq_len} tokens"
-        + _over(engine.model_parallel),
+        + _over(engine.model_parallel)
+        if engine.external is None
+        else f"{engines}{engine.engine}: {_external(config)}",
         "rollout worker": f"{workers}up to {config.rollout.max_concurrent_groups or config.concurrency} groups at once",
         "rollout storage": f"{config.rollout.storage.kind}, up to {config.rollout.storage.capacity_groups} groups",
         "replay buffer": f"{replay.groups_per_batch} groups per update, staleness budget {replay.staleness_budget}",
@@ -141,6 +144,18 @@ def _generating_lines(config: RunConfig) -> dict[str, str]:
         + "".join(f", {maker.name} for {name}" for name, maker in replay.batch_makers.items()),
         **({"weights": f"{config.weights.transport}, {config.weights.encoding}"} if several else {}),
     }
+
+
+def _external(config: RunConfig) -> str:
+    """Where the servers are or how they are started, and how they get weights."""
+    external = config.inference.external
+    assert external is not None
+    if external.launch:
+        where = "started by " + " ".join(config.server_command("{model}", "{port}"))
+    else:
+        where = f"at {', '.join(external.urls)}"
+    exact = "; at staleness zero two runs are not the same to the last bit" if config.replay.synchronous else ""
+    return f"{where}; weights by {external.weights}{exact}"
 
 
 def _reference(kl: KlConfig) -> str:

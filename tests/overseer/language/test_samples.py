@@ -9,13 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.dashboard.lookup import find_rollouts
-from penstock.overseer import RunConfig, train
+from penstock.overseer import train
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.rerun.replay import replay_updates
 from penstock.overseer.rerun.why import explain_update
 from penstock.rundir import RunViews, read_examples, read_metrics, read_status
 from penstock.types import ConfigError
 from tests.overseer.conftest import merged, tiny
+from tests.overseer.test_run import running
 from tests.text.test_chat_templates import directory  # noqa: F401  (a fixture)
 
 
@@ -77,7 +78,7 @@ AGENTS = {
 }
 
 
-def of_agents(tokenizer: str, problems: Path, **changes: Any) -> RunConfig:
+def of_agents(tokenizer: str, problems: Path, **changes: Any) -> dict[str, Any]:
     lesson = merged(AGENTS, {"environment": {"env_args": {"path": str(problems)}}})
     problems.write_text("".join(f'{{"prompt": "Say {n}.", "answer": "{n}"}}\n' for n in range(40)))
     shared = {
@@ -86,21 +87,21 @@ def of_agents(tokenizer: str, problems: Path, **changes: Any) -> RunConfig:
         "inference": {"max_seq_len": 512, "endpoint": True},
         "learner": {"row_length": 512},
     }
-    return tiny(merged(shared, changes))
+    return merged(shared, changes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [0, 1])
 def test_a_run_trains_through_the_official_clients_requests(run_dir, tmp_path, directory, budget):  # noqa: F811
     """The agent asks for temperature 0; what is trained are samples of the lesson's."""
-    config = of_agents(str(directory("qwen2.5")), tmp_path / "p.jsonl", replay={"staleness_budget": budget})
-    summary = train(config, run_dir, quiet=True)
+    changes = of_agents(str(directory("qwen2.5")), tmp_path / "p.jsonl", replay={"staleness_budget": budget})
+    summary = train(tiny(changes), run_dir, quiet=True)
     assert summary.complete and summary.after["cats"].groups == 4
     rows = read_metrics(run_dir / "metrics.jsonl")
     updates = [row for row in rows if "train/parity_kl" in row]
     assert len(updates) == 3 and all(row["train/parity_kl"] < 1e-8 for row in updates)
-    told = [row for row in rows if "env/cats/requests" in row]
-    assert all((row["env/cats/requests"], row["env/cats/overridden"]) == (2.0, 2.0) for row in told) and told
+    told = [row for row in rows if "env/cats/answers" in row]
+    assert all((row["env/cats/answers"], row["env/cats/overridden"]) == (2.0, 2.0) for row in told) and told
     ledger = read_status(run_dir / "status.json")["ledger"]
     assert ledger["trained"] == 3 * 3 * 3 and ledger["invalid"] == ledger["in_flight"] == 0
     parts = sorted((run_dir / "rollouts").glob("*.parquet"))
@@ -109,8 +110,22 @@ def test_a_run_trains_through_the_official_clients_requests(run_dir, tmp_path, d
     assert {row["decoding"]["temperature"] for row in stored} == {1.0}
 
 
+@pytest.mark.slow
+def test_agents_ask_rollout_workers_whose_servers_are_elsewhere(run_dir, tmp_path):
+    changes = of_agents("penstock", tmp_path / "p.jsonl", steps=2, curriculum={"eval_frequency": 0})
+    lesson = changes["curriculum"]["lessons"]["cats"]
+    lesson["environment"]["env_args"]["agent"] = "tests.environments.agents_of_tests.asker"
+    changes |= {"inference": {"endpoint": True, "servers": 1}, "learner": {}}
+    with running(run_dir, changes) as run:
+        run.end()
+    parts = sorted(run.directory.rollouts.glob("*.parquet"))
+    stored = [row for part in parts for row in pq.read_table(part).to_pylist()]
+    assert len(run.trained()) == 2 * 3 * 3
+    assert all(row["engines"] and row["engines"][0].startswith("inference-0") for row in stored)
+
+
 def test_the_endpoint_is_open_where_agents_need_it_and_nowhere_else(tmp_path):
-    config = of_agents("penstock", tmp_path / "p.jsonl", inference={"endpoint": False})
+    config = tiny(of_agents("penstock", tmp_path / "p.jsonl", inference={"endpoint": False}))
     with pytest.raises(
         ConfigError, match="inference.endpoint is false, but the environment of lesson 'cats' has agents"
     ):

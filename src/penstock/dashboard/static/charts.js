@@ -111,7 +111,7 @@ function settings(lines, width, options, values, data) {
     },
     axes: [
       { ...axis, size: 26, gap: 4, values: (u, ticks) => ticks.map((tick) => num(tick)) },
-      { ...axis, size: 54, gap: 4, filter: log ? decades : undefined, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : log ? `1e${Math.round(Math.log10(tick))}`.replace("-", "−") : num(tick, 3))) },
+      { ...axis, size: 54, gap: 4, ...(log ? { filter: decades, grid: { ...axis.grid, filter: decades } } : {}), values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : log ? `1e${Math.round(Math.log10(tick))}`.replace("-", "−") : num(tick, 3))) },
     ],
     hooks: {
       draw: [(u) => marksOn(u, options.marks || [])],

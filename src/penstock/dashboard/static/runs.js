@@ -56,7 +56,7 @@ export async function comparePage(main) {
     h("section", { class: "card" }, h("header", {}, h("h2", {}, "Held-out reward, paired by problem"), h("div", { class: "tools" }, at("a"), at("b"))),
       found.lessons.length ? [h("ul", { class: "verdicts" }, verdicts), h("div", { class: "scroll" }, intervals(found.lessons)),
         table([["lesson", (l) => l.lesson], ["B − A", (l) => signed(l.difference), "n"], ["95% from", (l) => signed(l.low), "n"], ["to", (l) => signed(l.high), "n"],
-          ["problems", (l) => num(l.problems), "n"], ["without a pair", (l) => num(l.unpaired), "n"], ["by chance", (l) => l.chance === null ? "–" : fixed(l.chance), "n"]], found.lessons, "Differences by lesson")]
+          ["problems", (l) => num(l.problems), "n"], ["without a pair", (l) => num(l.unpaired), "n"], ["by chance", (l) => fixed(l.chance), "n"]], found.lessons, "Differences by lesson")]
         : empty("The two have no lesson in common whose held-out rollouts are kept, so nothing can be said about which is better."),
       h("p", { class: "note" }, found.caution)));
   await curvesOver(main, found);
@@ -75,7 +75,7 @@ async function curvesOver(main, found) {
   const names = wanted.length ? wanted : first.filter((name) => found.metrics.includes(name)).slice(0, 4);
   const asked = [...names, "train/tokens", "train/steps"].join(",");
   const [a, b] = await Promise.all([found.a, found.b].map((run) => api(`runs/${encodeURIComponent(run)}/curves`, { names: asked, points: 600 })));
-  const choose = h("label", {}, "by ", h("select", { onchange: (event) => change({ by: event.target.value }) }, Object.keys(BY).map((name) => h("option", { value: name, selected: name === by }, name))));
+  const choose = h("label", {}, "by ", h("select", { id: "by", onchange: (event) => change({ by: event.target.value }) }, Object.keys(BY).map((name) => h("option", { value: name, selected: name === by }, name))));
   const add = h("label", {}, "curve ", h("select", { onchange: (event) => change({ m: [...names, event.target.value].slice(-6).join(",") }) },
     h("option", { value: "" }, "add one"), found.metrics.filter((name) => !names.includes(name)).map((name) => h("option", { value: name }, name))));
   main.append(h("div", { class: "head small" }, h("h2", {}, "Curves"), h("div", { class: "tools" }, choose, add)),

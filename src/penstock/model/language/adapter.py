@@ -114,7 +114,7 @@ def tensor_names(name: str, depth: int) -> list[str]:
     return [f"base_model.model.model.layers.{layer}.{block}.{module}.{_OUTER[factor]}" for layer in range(depth)]
 
 
-def base_digest(arrays: Mapping[str, Array]) -> str:
+def base_digest(arrays: Mapping[str, Array | np.ndarray]) -> str:
     """Of a base's arrays, 16 hexadecimal digits: the same in float32 and in bfloat16, to which they are rounded for it.
 
     Args:

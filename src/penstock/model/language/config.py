@@ -455,6 +455,13 @@ class PolicyConfig(LoadingConfig):
         """The key that names `directory`, for errors."""
         return "model.path" if self.initial_checkpoint is None else "model.initial_checkpoint"
 
+    @property
+    def base_now(self) -> str | None:
+        """Where the base of its adapter lies, also of one that a run of it has saved; None: where that names it."""
+        path = None if self.lora is None or self.directory is None else Path(self.directory)
+        beside = path is not None and not is_adapter(path) and (path / "config.json").is_file()
+        return str(path) if beside else self.base
+
 
 def read_shape(
     directory: str | Path, dtype: Dtype, base: str | None = None, lora: LoraConfig | None = None

@@ -433,7 +433,7 @@ def named_arrays(decoder: Decoder) -> dict[str, Array]:
     return named_leaves(decoder)
 
 
-def stack_names(layer: Mapping[str, Array]) -> dict[str, Array]:
+def stack_names(layer: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of one layer by the names that they have in a stack of all.
 
     Args:

@@ -163,7 +163,7 @@ def save_decoder(
         raise ConfigError("the policy is an adapter beside its base: save it by save_adapter, or with_merged(policy)")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    save_tensors(_as_tensors(named_arrays(decoder), decoder.config), directory, shard_bytes)
+    save_tensors(as_tensors(named_arrays(decoder), decoder.config), directory, shard_bytes)
     _save_tokenizer(directory, tokenizer)
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     write_json(decoder.config.to_hugging_face() | special, directory / "config.json")
@@ -342,8 +342,13 @@ def _read_apart(name: str, shape: tuple[int, ...], config: ModelConfig, files: T
     }
 
 
-def _as_tensors(arrays: Mapping[str, Array], config: ModelConfig) -> dict[str, np.ndarray]:
-    """Parameters as the files hold them: views, but for what is joined."""
+def as_tensors(arrays: Mapping[str, Array | np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
+    """Parameters as the files hold them, by their names there: views, but for what is joined.
+
+    Args:
+        arrays: Of `named_arrays`.
+        config: The model's shape.
+    """
     parts: dict[str, list[np.ndarray]] = {}
     for name, array in arrays.items():
         layers = [layer.T for layer in np.asarray(array)] if name.startswith(_LAYERS) else [np.asarray(array)]

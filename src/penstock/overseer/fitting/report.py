@@ -312,7 +312,8 @@ class Remedy:
     def __str__(self) -> str:
         if not self.changes:
             return (
-                "No change of rows, rematerialisation, offloading, slots or adapter makes it fit: take a larger chip."
+                "No change of rows, remat, offloading, slots or adapter was found that makes it fit: shorten rows, or "
+                "take a larger chip."
             )
         return f"It fits with {' '.join(self.changes)}: {bytes_text(self.total_bytes)}"
 

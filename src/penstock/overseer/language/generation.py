@@ -14,6 +14,7 @@ import httpx
 
 from penstock.curriculum import Curriculum
 from penstock.inference import AgentEndpoint, RemoteContext, ServerPool
+from penstock.inference.external import dialect_of
 from penstock.inference.routing import Server
 from penstock.inference.serving import model_directory
 from penstock.model.language import load_policy
@@ -68,8 +69,9 @@ def generate(
     """Generates rollouts of a recipe's lessons and writes them.
 
     Args:
-        source: A run's ``checkpoints/step-<n>``, a Hugging Face directory, or the URL of a `penstock serve` with the
-            recipe's tokenizer; None takes the policy that the recipe's ``model`` says.
+        source: A run's ``checkpoints/step-<n>``, a Hugging Face directory, or the URL of a `penstock serve`, or of a
+            server of the recipe's ``inference.engine``, with the recipe's tokenizer; None takes the policy that the
+            recipe's ``model`` says.
         config: The recipe, as it is loaded.
         path: A Parquet file, with the columns of a run's rollouts, or a JSONL file with a conversation per line.
         lessons: Which lessons; all by default.
@@ -142,11 +144,16 @@ def _manager(source: Path | str | None, config: RunConfig, token: str | None) ->
 
 @contextmanager
 def _served(url: str, config: RunConfig, token: str | None) -> Iterator[RemoteContext]:
-    """A context over one server that is no run's."""
+    """A context over one server that is no run's: a `penstock serve`, or one of the recipe's ``inference.engine``."""
     authority = None if config.inference.tls_ca is None else str(config.inference.tls_ca)
     pool = ServerPool(token, request_timeout_s=config.inference.request_timeout_s, certificate_authority=authority)
+    external = config.inference.external
     try:
-        pool.model_name = _model_of(url, token, authority)
+        if external is None:
+            pool.model_name = _model_of(url, token, authority)
+        else:
+            fixed = config.inference.model_copy(update={"external": external.model_copy(update={"weights": "none"})})
+            pool.model_name, pool.dialect = external.model, dialect_of(fixed)
         pool.set_servers([Server("served", 0, url)])
         yield RemoteContext(pool, Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs))
     finally:

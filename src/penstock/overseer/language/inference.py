@@ -1,4 +1,6 @@
-"""An inference server in a process of its own: engine, HTTP API, and a thread that fetches new weights.
+"""An inference server in a process of its own: an engine, and a thread that fetches new weights for it.
+
+`InferenceRole` has Penstock's engine and its HTTP API; `penstock.overseer.language.external` one of another make.
 
 Generation goes on while weights are fetched and prepared; the swap, between two dispatches, changes a reference. A
 holder of the lease (an evaluation) keeps the server at its version for a limited time.
@@ -10,7 +12,7 @@ made. Where the two differ it fails: it leaves routing with that, and another ta
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from typing_extensions import override
@@ -20,7 +22,6 @@ from penstock.inference.server_pool import MODEL_NAME
 from penstock.model.arrays import named_leaves, shapes_of
 from penstock.model.language import load_policy, named_arrays, with_named_arrays
 from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
-from penstock.overseer.config import RunConfig
 from penstock.overseer.language.rollout import reachable
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership
@@ -42,22 +43,11 @@ MOST_UNVERIFIED = 64
 was sampled."""
 
 
-class InferenceRole(ThreadedComponent):
-    """Serves the newest weights that it could fetch."""
+class ServingRole(ThreadedComponent):
+    """Serves the newest weights that it could fetch, by an engine that a subclass has."""
 
     def __init__(self, ctx: ComponentContext, settings: Settings) -> None:
         super().__init__(ctx, settings)
-        config = settings.config
-        tokenizer = settings.tokenizer()
-        decoder = load_policy(config.model, config.seed, tokenizer)
-        self._shape = shapes_of(decoder)
-        self._own = named_arrays(decoder)  # after the first swap those alone that do not travel
-        self._engine = InferenceEngine(decoder, WeightVersion(-1, 0), tokenizer, config.inference, str(ctx.identity))
-        served = config.inference
-        app = create_app(
-            self._engine, tokenizer, MODEL_NAME, AccessRules(settings.token, max_waiting=served.max_waiting)
-        )
-        self._server = HttpServer(app, served.host, tls_cert=served.tls_cert, tls_key=served.tls_key)
         self._replay = ctx.caller("replay-0")
         self._client: WeightClient | None = None
         self._endpoint: Mapping[str, Any] = {}
@@ -74,24 +64,51 @@ class InferenceRole(ThreadedComponent):
         self._swap_s = 0.0
         self._failing_since: float | None = None
 
+    # --- the engine ----------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Starts it; returns when it may be given weights."""
+        raise NotImplementedError
+
+    def _look_after(self) -> None:
+        """Raises what it failed with."""
+        raise NotImplementedError
+
+    def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
+        """Returns when it serves these arrays: its version then, and the digests of what it computes with."""
+        raise NotImplementedError
+
+    def _answers(
+        self, version: WeightVersion, prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
+    ) -> list[Completion]:
+        """`InferenceEngine.canary`."""
+        raise NotImplementedError
+
+    def _url(self) -> str | None:
+        """Where clients find it; None while they may not ask."""
+        raise NotImplementedError
+
+    def _numbers(self) -> tuple[float, dict[str, float]]:
+        """Seconds in which it was busy, and numbers for the metrics log."""
+        raise NotImplementedError
+
+    def _close(self, timeout_s: float) -> None:
+        """Ends it."""
+        raise NotImplementedError
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
     @override
     def start(self) -> None:
         self.crew.start(f"{self.name}.weights", self._run)
 
     def _run(self) -> None:
-        self.doing = "compiling"
-        self._engine.start()
-        self._server.start()
-        for program in self._engine.compiling(self.config.overseer.start_limit_s):
-            self.note_compiled(program)
+        self._open()
         self.activity.begin()
         self.state = "running"
         while not self.stopping.is_set():
-            self._engine.raise_if_failed()
-            self._server.raise_if_failed()
+            self._look_after()
             self._follow()
-
-    # --- weights -------------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
         """One look for newer weights; waits a little where there are none."""
@@ -149,16 +166,10 @@ class InferenceRole(ThreadedComponent):
                 return  # the lease began during the fetch
             self._verified.clear()
             started = time.perf_counter()
-            merged = merged_arrays(self._own, arrays)
-            self._engine.set_weights(version, with_named_arrays(self._shape, merged))
-            limit_s = self.config.weights.fetch_timeout_s
-            self._engine.wait_until_served(version, limit_s)
-            served, digests = self._engine.digests(limit_s)
+            served, digests = self._serve(version, arrays)
             self._digests.pop(served, None)  # told anew, behind the others
             self._digests[served] = digests
             self._verified_by = None
-            shapes = named_leaves(self._shape)
-            self._own = {name: shapes[name] if name in arrays else own for name, own in self._own.items()}
             self._swap_s = time.perf_counter() - started
             self._held, self._held_from = version, source
 
@@ -246,7 +257,7 @@ class InferenceRole(ThreadedComponent):
         limit = time.monotonic() + timeout_s
         if self._leased:
             return []
-        answers = self._engine.canary(WeightVersion(*version), prompts, max_tokens, timeout_s)
+        answers = self._answers(WeightVersion(*version), prompts, max_tokens, timeout_s)
         return answers if self._verified.wait(max(0.0, limit - time.monotonic())) else []
 
     def release(self) -> None:
@@ -254,27 +265,26 @@ class InferenceRole(ThreadedComponent):
         self._leased_until = 0.0
 
     def _has_work(self) -> bool:
-        stats = self._engine.stats()
-        return self._leased or bool(stats["inference/running"] or stats["inference/waiting"])
+        _, stats = self._numbers()
+        return self._leased or bool(stats.get("inference/running") or stats.get("inference/waiting"))
 
     @override
     def stop(self, timeout_s: float) -> None:
         super().stop(timeout_s)
         if self._client is not None:
             self._client.close()
-        self._server.stop()
-        self._engine.stop(timeout_s)
+        self._close(timeout_s)
 
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
-        stats, address = self._engine.stats(), dict[str, Any]()
-        held = self._held
-        if held is not None and self.state in ("running", "drained") and not self.stopping.is_set():
-            address = {"url": reachable(self._server.url), "lineage": held.lineage, "step": held.step}
+        (engine_s, stats), address = self._numbers(), dict[str, Any]()
+        held, url = self._held, self._url()
+        if held is not None and url and self.state in ("running", "drained") and not self.stopping.is_set():
+            address = {"url": url, "lineage": held.lineage, "step": held.step}
             address |= {"weights": self._held_from, "held_back": self._held_back, "draining": self.draining}
             address["digests"] = True
         client = {} if self._client is None else self._client.metrics()
-        lived_s, busy_s = busy_s + idle_s, self._engine.busy_s
-        progress = stats["inference/tokens_total"] if stats["inference/running"] else None
+        lived_s, busy_s = busy_s + idle_s, engine_s
+        progress = stats.get("inference/tokens_total") if stats.get("inference/running") else None
         return ComponentStatus(
             self.state,
             self.doing,
@@ -287,6 +297,63 @@ class InferenceRole(ThreadedComponent):
         )
 
 
-def make_inference(ctx: ComponentContext, settings: Mapping[str, Any]) -> InferenceRole:
-    """Factory of an inference server."""
-    return InferenceRole(ctx, Settings.of(settings, RunConfig))
+@final
+class InferenceRole(ServingRole):
+    """An engine of Penstock's own, and its server."""
+
+    def __init__(self, ctx: ComponentContext, settings: Settings) -> None:
+        super().__init__(ctx, settings)
+        config = settings.config
+        tokenizer = settings.tokenizer()
+        decoder = load_policy(config.model, config.seed, tokenizer)
+        self._shape = shapes_of(decoder)
+        self._own = named_arrays(decoder)  # after the first swap those alone that do not travel
+        self._engine = InferenceEngine(decoder, WeightVersion(-1, 0), tokenizer, config.inference, str(ctx.identity))
+        served = config.inference
+        app = create_app(
+            self._engine, tokenizer, MODEL_NAME, AccessRules(settings.token, max_waiting=served.max_waiting)
+        )
+        self._server = HttpServer(app, served.host, tls_cert=served.tls_cert, tls_key=served.tls_key)
+
+    @override
+    def _open(self) -> None:
+        self.doing = "compiling"
+        self._engine.start()
+        self._server.start()
+        for program in self._engine.compiling(self.config.overseer.start_limit_s):
+            self.note_compiled(program)
+
+    @override
+    def _look_after(self) -> None:
+        self._engine.raise_if_failed()
+        self._server.raise_if_failed()
+
+    @override
+    def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
+        merged = merged_arrays(self._own, arrays)
+        self._engine.set_weights(version, with_named_arrays(self._shape, merged))
+        limit_s = self.config.weights.fetch_timeout_s
+        self._engine.wait_until_served(version, limit_s)
+        served = self._engine.digests(limit_s)
+        shapes = named_leaves(self._shape)
+        self._own = {name: shapes[name] if name in arrays else own for name, own in self._own.items()}
+        return served
+
+    @override
+    def _answers(
+        self, version: WeightVersion, prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
+    ) -> list[Completion]:
+        return self._engine.canary(version, prompts, max_tokens, timeout_s)
+
+    @override
+    def _url(self) -> str:
+        return reachable(self._server.url)
+
+    @override
+    def _numbers(self) -> tuple[float, dict[str, float]]:
+        return self._engine.busy_s, self._engine.stats()
+
+    @override
+    def _close(self, timeout_s: float) -> None:
+        self._server.stop()
+        self._engine.stop(timeout_s)

@@ -18,14 +18,16 @@ from penstock.learner.reference import check_reference
 from penstock.model.language import Decoder, load_policy, named_arrays
 from penstock.model.language.config import ModelConfig, read_shape
 from penstock.model.language.decoder import decoder_digests
+from penstock.model.language.lora import is_adapter
 from penstock.model.programs import LazyPrograms, Programs
 from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_workers
 from penstock.overseer.estimate import model_shape
 from penstock.overseer.kind import VALUES, Factories, LearnerTasks, RunStart, check_kept, make_spec
 from penstock.overseer.language.evaluator import make_evaluator, metrics_of
+from penstock.overseer.language.external_inference import ExternalInference
 from penstock.overseer.language.given import GivenObjects
-from penstock.overseer.language.inference import make_inference
+from penstock.overseer.language.inference import InferenceRole, ServingRole
 from penstock.overseer.language.local import local_components
 from penstock.overseer.language.preparation import Preparation
 from penstock.overseer.language.replay import make_curriculum, make_replay, problem_rules
@@ -71,7 +73,8 @@ def _compiling(model: ModelConfig, config: LearnerConfig) -> LazyPrograms:
     """A learner's programs, being compiled from the shapes of what it will train."""
     shapes = {name: jax.ShapeDtypeStruct(shape, model.dtype) for name, shape in model.parameter_shapes().items()}
     decoder = jax.eval_shape(partial(Decoder.from_arrays, model), shapes)
-    programs = LazyPrograms(Learner(decoder, config, total_steps=1).programs(), lambda told: None)
+    learner = Learner(decoder, config, total_steps=1)
+    programs = LazyPrograms(learner.programs(), lambda told: None)
     programs.compile()
     return programs
 
@@ -98,7 +101,7 @@ def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
     except ConfigError:
         return
     try:
-        trained = read_shape(folder, asked.dtype)
+        trained = read_shape(folder, asked.dtype, _base_now(config, checkpoint))
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{folder} is not the config of a language model: {error}") from error
     state = read_state(checkpoint)
@@ -116,6 +119,11 @@ def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
         lambda name: f"model.{name}" if name in ("dtype", "lora") else f"{place}{name}",
         remedy,
     )
+
+
+def _base_now(config: RunConfig, checkpoint: Path) -> str | None:
+    """Where the base of a checkpoint's adapter lies by the configuration; None: where the adapter names it."""
+    return config.model.base_now if is_adapter(checkpoint / "model") else None
 
 
 _ELSEWHERE = {"other_keys", "base"}
@@ -285,8 +293,9 @@ class LanguageKind:
         """With the environments of the run's lessons, which say what problems there are; given ones are not made again.
 
         Raises:
-            ConfigError: one cannot be made, or has no problems.
+            ConfigError: one cannot be made, or has no problems; or nothing can be trained of what the servers give.
         """
+        config.check_trains()
         known = {} if given is None else given.environments
         lessons = config.curriculum.lessons.items()
         made = {name: known[name] if name in known else load_environment(one.environment.spec) for name, one in lessons}
@@ -325,7 +334,7 @@ class LanguageKind:
     def resume(self, config: RunConfig, checkpoint: Path) -> RunStart:
         """The checkpoint's decoder and tokenizer."""
         self.check_resume(config, checkpoint)
-        loaded = load_checkpoint(checkpoint)
+        loaded = load_checkpoint(checkpoint, _base_now(config, checkpoint))
         check_reference_directory(config, loaded.decoder.config)
         tokenizer = Tokenizer.load(checkpoint / "model", config.model.chat_template_kwargs)
         return RunStart(loaded.decoder, tokenizer, loaded)
@@ -384,7 +393,9 @@ class LanguageKind:
     def _spec(
         self, settings: Settings[RunConfig], role: str, index: int, *, peer_group: str = "", **more: Any
     ) -> ComponentSpec:
-        return make_spec(settings, self._factories, role, index, accelerated=ACCELERATED, peer_group=peer_group, **more)
+        builtin = settings.config.inference.external is None
+        accelerated = ACCELERATED if builtin else ("learner",)  # the card is the server's, not its component's
+        return make_spec(settings, self._factories, role, index, accelerated=accelerated, peer_group=peer_group, **more)
 
     # --- the learner ---------------------------------------------------------------------------------------------
 
@@ -511,6 +522,12 @@ class LanguageKind:
 def make_learner(ctx: ComponentContext, settings: Mapping[str, Any]) -> LearnerComponent:
     """Factory of the learner."""
     return LearnerComponent(ctx, Settings.of(settings, RunConfig), LanguageKind())
+
+
+def make_inference(ctx: ComponentContext, settings: Mapping[str, Any]) -> ServingRole:
+    """Factory of an inference server."""
+    values = Settings.of(settings, RunConfig)
+    return InferenceRole(ctx, values) if values.config.inference.external is None else ExternalInference(ctx, values)
 
 
 FACTORIES: Factories = {

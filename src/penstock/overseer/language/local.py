@@ -8,16 +8,16 @@ meanwhile, and a version is evaluated before anything is generated with it.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from typing_extensions import override
 
 from penstock.curriculum import Curriculum, CurriculumEvent
 from penstock.environments import Environment
-from penstock.inference import AgentEndpoint, EngineContext, InferenceEngine
+from penstock.inference import AgentEndpoint, EngineContext, InferenceEngine, RemoteContext
 from penstock.model.arrays import shapes_of
-from penstock.model.language import Decoder, with_named_arrays
+from penstock.model.language import with_named_arrays
 from penstock.overseer.assembly import (
     LocalBatches,
     config_error_for,
@@ -29,8 +29,10 @@ from penstock.overseer.component import Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.language.evaluator import Evaluator, kept_by
+from penstock.overseer.language.external import ExternalEngine
+from penstock.overseer.language.external_inference import LocalExternalInference
 from penstock.overseer.language.replay import ReferenceScores, arrived_examples, problem_rules
-from penstock.overseer.language.rollout import located
+from penstock.overseer.language.rollout import located, make_pool
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.results import BestNews, write_stats
 from penstock.overseer.run import step_of
@@ -48,7 +50,7 @@ from penstock.replay import (
 )
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.tracking import conversation_of
-from penstock.types import Completion, RLExample, RolloutBatch, RolloutGroup, Stopped, WeightVersion
+from penstock.types import Completion, InferenceContext, RLExample, RolloutBatch, RolloutGroup, Stopped, WeightVersion
 from penstock.weights import InProcessBroadcaster
 
 WORKER_ID = "rollout-worker-0"
@@ -72,25 +74,20 @@ def local_components(
         ConfigError: a place for files cannot be used.
     """
     config = settings.config
-    engine = InferenceEngine(
-        start.policy,
-        WeightVersion(settings.lineage, step_of(settings.checkpoint)),
-        start.codec,
-        config.inference,
-        ENGINE_NAME,
-    )
+    of_engine = context("inference-0")
+    made = _builtin(settings, start) if config.inference.external is None else _external(settings, start, of_engine)
 
     def tell(event: CurriculumEvent) -> None:
         log.event(event.kind, lesson=event.lesson_id, reason=event.reason)
 
     manager = RolloutManager(
         Curriculum(config.curriculum),
-        EngineContext(engine, start.codec, ordered=config.replay.synchronous),
+        made.context,
         config.seed,
         settings.lineage,
         environments,
-        partial(_set_weights, engine, shapes_of(start.policy), lambda *told: replay.tell_digests(ENGINE_NAME, *told)),
-        partial(engine.stop, config.overseer.stop_timeout_s),
+        partial(_set_weights, made.set_weights, lambda *told: replay.tell_digests(ENGINE_NAME, *told)),
+        partial(made.stop, config.overseer.stop_timeout_s),
         tell,
         agents=AgentEndpoint.of(config.inference, start.codec),
     )
@@ -114,7 +111,7 @@ def local_components(
         evaluator.restore(start.checkpoint.states["evaluator"])
     replay.restore(start, tell)
     return {
-        "inference-0": LocalInference(context("inference-0"), settings, engine, manager, weights, rollout),
+        "inference-0": made.component(of_engine, settings, manager, weights, rollout),
         "rollout-0": rollout,
         "evaluator-0": LocalEvaluator(of_evaluator, settings, evaluator, rollout),
         "replay-0": replay,
@@ -122,16 +119,70 @@ def local_components(
     }
 
 
+class _Engine(NamedTuple):
+    """What generates in a run of one process.
+
+    Attributes:
+        context: Asks it, for environments.
+        set_weights: Returns when a version is served: which one, and the digests of its arrays.
+        stop: Ends it, within so many seconds.
+        component: Makes its component, of context, settings, manager, weights and worker.
+    """
+
+    context: InferenceContext
+    set_weights: Callable[[WeightVersion, Mapping[str, Any]], tuple[WeightVersion, dict[str, str]]]
+    stop: Callable[[float], None]
+    component: Callable[
+        [ComponentContext, Settings[RunConfig], RolloutManager, InProcessBroadcaster, "LocalRollout"], LocalComponent
+    ]
+
+
+def _builtin(settings: Settings[RunConfig], start: RunStart) -> _Engine:
+    """An engine in this process."""
+    config, first = settings.config, WeightVersion(settings.lineage, step_of(settings.checkpoint))
+    engine = InferenceEngine(start.policy, first, start.codec, config.inference, ENGINE_NAME)
+    shape = shapes_of(start.policy)
+
+    def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
+        engine.set_weights(version, with_named_arrays(shape, arrays))
+        return engine.digests(SWAP_S)
+
+    return _Engine(
+        EngineContext(engine, start.codec, ordered=config.replay.synchronous),
+        set_weights,
+        engine.stop,
+        lambda ctx, settings, *others: LocalInference(ctx, settings, engine, *others),
+    )
+
+
+def _external(settings: Settings[RunConfig], start: RunStart, ctx: ComponentContext) -> _Engine:
+    """A server of another make beside this process."""
+    engine = ExternalEngine(ctx.identity, settings, start.policy, start.codec, ctx.event)
+    pool = make_pool(settings)
+    engine.on_change = lambda server: pool.set_servers([] if server is None else [server])
+
+    def stop(timeout_s: float) -> None:
+        engine.stop(timeout_s)
+        pool.close()
+
+    return _Engine(
+        RemoteContext(pool, start.codec),
+        lambda version, arrays: (version, engine.set_weights(version, arrays)),
+        stop,
+        lambda ctx, settings, manager, weights, rollout: LocalExternalInference(
+            ctx, settings, engine, manager, weights, lambda: rollout.trains
+        ),
+    )
+
+
 def _set_weights(
-    engine: InferenceEngine,
-    shape: Decoder,
+    set_weights: Callable[[WeightVersion, Mapping[str, Any]], tuple[WeightVersion, dict[str, str]]],
     tell_digests: Callable[[int, int, Mapping[str, str]], bool],
     version: WeightVersion,
     arrays: Mapping[str, Any],
 ) -> None:
     """Returns when they are served, and known to be what the learner made."""
-    engine.set_weights(version, with_named_arrays(shape, arrays))
-    served, digests = engine.digests(SWAP_S)
+    served, digests = set_weights(version, arrays)
     tell_digests(served.lineage, served.step, digests)
 
 

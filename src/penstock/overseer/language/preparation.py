@@ -10,19 +10,18 @@ packed forward pass; then every update is checked (`ParityCheck`). How far apart
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple, cast, final
 
 import numpy as np
 
-from penstock.batch import example_from_pair, example_from_rollout
-from penstock.batch.examples import longest_sample, samples_of
+from penstock.batch import example_from_pair, example_from_rollout, longest_sample, samples_of
 from penstock.curriculum import Curriculum
 from penstock.environments import Reference
-from penstock.inference import RemoteContext
+from penstock.inference import AgentEndpoint, RemoteContext
 from penstock.learner import Learner
 from penstock.learner.config import WarmStartConfig
 from penstock.learner.parity import LEAST_TOKENS, ParityMonitor, differences_of, example_of
@@ -326,13 +325,14 @@ class Preparation:
             component.doing = f"warm start {done}/{total}"
             self._ctx.metrics(0, {"warm_start/step": float(done), **metrics})
 
-        manager, settings = self._manager(), config.learner.warm_start
-        for lesson_id in warm_start_lessons(manager, settings):
-            reason = answers_cut_short(manager, lesson_id, settings, config.seed)
-            if reason:
-                self._ctx.event("solutions_too_long", lesson=lesson_id, reason=reason)
-        component.wait_until_compiled()
-        warm_start(self._learner, manager, settings, config.seed, on_step)
+        settings = config.learner.warm_start
+        with self._manager() as manager:
+            for lesson_id in warm_start_lessons(manager, settings):
+                reason = answers_cut_short(manager, lesson_id, settings, config.seed)
+                if reason:
+                    self._ctx.event("solutions_too_long", lesson=lesson_id, reason=reason)
+            component.wait_until_compiled()
+            warm_start(self._learner, manager, settings, config.seed, on_step)
         component.publish_anew()
 
     def reference_logprobs(self, examples: Sequence[RLExample]) -> tuple[int, list[np.ndarray]]:
@@ -351,9 +351,10 @@ class Preparation:
         config, learner = self._component.config, self._learner
         lesson_id = next(iter(config.curriculum.lessons))
         try:
-            batch, _ = self._manager().sample_batch(
-                lesson_id, 4, 2, "eval", rng=0, weight_step=learner.step, worker_id="probe"
-            )
+            with self._manager() as manager:
+                batch, _ = manager.sample_batch(
+                    lesson_id, 4, 2, "eval", rng=0, weight_step=learner.step, worker_id="probe"
+                )
         except EnvironmentFailure as failure:  # counted where it trains; parity is checked at every step, too
             self._ctx.event("parity_not_probed", lesson=lesson_id, reason=str(failure))
             return None
@@ -382,11 +383,16 @@ class Preparation:
     def _learner(self) -> Learner:
         return cast(Learner, self._component.learner)
 
-    def _manager(self) -> RolloutManager:
+    @contextmanager
+    def _manager(self) -> Iterator[RolloutManager]:
+        """The run's where it is in this process, else one of its own, which is shut down in the end."""
         if self._pool is None:
             assert self._component.shared is not None
-            return self._component.shared.manager
-        settings = self._component.settings
+            yield self._component.shared.manager
+            return
+        settings, tokenizer = self._component.settings, self._component.settings.tokenizer()
         curriculum = Curriculum(settings.config.curriculum)  # names the lessons; nothing is recorded in it
-        context = RemoteContext(self._pool, settings.tokenizer(), ordered=reproducible(settings.config))
-        return RolloutManager(curriculum, context, settings.config.seed, settings.lineage)
+        context = RemoteContext(self._pool, tokenizer, ordered=reproducible(settings.config))
+        agents = AgentEndpoint.of(settings.config.inference, tokenizer)
+        with RolloutManager(curriculum, context, settings.config.seed, settings.lineage, agents=agents) as manager:
+            yield manager

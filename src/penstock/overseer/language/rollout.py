@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from penstock.curriculum import Curriculum
 from penstock.inference import AgentEndpoint, RemoteContext, Server, ServerPool
+from penstock.inference.external import dialect_of, key_of
 from penstock.overseer.component import POLL_S, BusyTime, RunClock, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig, rollout_workers
 from penstock.overseer.launch.launcher import ComponentContext
@@ -113,12 +114,21 @@ def make_pool(settings: Settings) -> ServerPool:
     """A client of the run's inference servers; it knows none yet."""
     config = settings.config.inference
     authority = None if config.tls_ca is None else str(config.tls_ca)
-    return ServerPool(settings.token, request_timeout_s=config.request_timeout_s, certificate_authority=authority)
+    key = key_of(config.external, settings.token)
+    pool = ServerPool(key, request_timeout_s=config.request_timeout_s, certificate_authority=authority)
+    pool.dialect = dialect_of(config)
+    if config.external is not None:
+        pool.model_name = config.external.model
+    return pool
 
 
 def reproducible(config: RunConfig) -> bool:
-    """Whether a run in many processes is to go the same way every time: at staleness zero, by one worker and server."""
-    return config.replay.synchronous and config.inference.servers == rollout_workers(config) == 1
+    """Whether a run in many processes is to go the same way every time: at staleness zero, by one worker and server.
+
+    Servers of another make do not sample the same again, whatever they are asked.
+    """
+    alone = config.inference.servers == rollout_workers(config) == 1
+    return config.replay.synchronous and alone and config.inference.engine == "builtin"
 
 
 def reachable(url: str) -> str:
@@ -144,7 +154,13 @@ def servers_of(view: Membership) -> list[Server]:
     """
     newest = max((peer.address["step"] for peer in serving(view)), default=0)
     return [
-        Server(peer.identity.name, peer.identity.incarnation, str(peer.address["url"]), _accepts(peer, newest))
+        Server(
+            peer.identity.name,
+            peer.identity.incarnation,
+            str(peer.address["url"]),
+            _accepts(peer, newest),
+            WeightVersion(view.lineage, int(peer.address["step"])),
+        )
         for peer in _there(view)
     ]
 

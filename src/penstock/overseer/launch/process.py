@@ -1,4 +1,4 @@
-"""Ending a process for certain, stopped or hung as it may be.
+"""Ending a process for certain, stopped or hung as it may be; and starting one that ends with this.
 
 A process is known by its number *and* the time it began, so that one which got the number of a dead one is left alone.
 That time is read from ``/proc``, and waiting needs no parent where the system has pidfds: Linux. Elsewhere the number
@@ -9,8 +9,10 @@ import ctypes
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,3 +89,73 @@ def _began(pid: int) -> int | None:
         return None
     fields = content.rpartition(")")[2].split()  # its name, in brackets, may hold anything
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+_GUARD = """
+import os, signal, subprocess, sys
+child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, close_fds=True)
+def end(*_):
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+signal.signal(signal.SIGTERM, end)
+import threading
+threading.Thread(target=lambda: (sys.stdin.buffer.read(), end()), daemon=True).start()
+status = child.wait()
+end()
+os._exit(status if status >= 0 else 1)
+"""
+"""Starts a command in a session of its own, and ends that whole session when its input closes: the system does that,
+too, when the process that holds the other end dies."""
+
+LAST_LINES = 5
+
+
+class GuardedProcess:
+    """A command that runs until it is ended, or this process is, however that dies.
+
+    Args:
+        words: The command, word by word.
+        environment: What it has beside this process's own.
+        log: File that what it prints is added to.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self._log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as said:
+            self._child = subprocess.Popen(
+                [sys.executable, "-c", _GUARD, *words],
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=said,
+                env={**os.environ, **environment},
+                start_new_session=True,  # Ctrl-C is this process's to handle
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._child.poll() is None
+
+    def last_words(self) -> str:
+        """The last lines that it printed, in one."""
+        try:
+            lines = self._log.read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return " | ".join(line.strip() for line in lines[-LAST_LINES:])
+
+    def end(self, timeout_s: float) -> bool:
+        """Ends it and all that it started, at once; whether they are gone within so many seconds."""
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        try:
+            self._child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True

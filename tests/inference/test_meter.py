@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from penstock.inference import scheduler
-from penstock.inference.scheduler import LATENCY_BOUNDS_S, ThroughputMeter
+from penstock.inference.meter import LATENCY_BOUNDS_S, ThroughputMeter
 from penstock.inference.sequence import GenerationRequest, PendingRequest, Response
 from penstock.types import Decoding
 

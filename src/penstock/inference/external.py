@@ -1,0 +1,406 @@
+"""How inference servers of other makes are asked, and their answers read: vLLM's, and any with OpenAI's API.
+
+vLLM 0.32's ``/inference/v1/generate`` takes token ids and gives token ids, log-probabilities and the weight versions
+behind them; n responses are n requests with a seed each, and the server's prefix cache makes the others cheap. A
+version is named ``<lineage>-<step>``; an answer under any other label is refused, so that nothing is trained of which
+nobody knows what sampled it. Log-probabilities are those after temperature and truncation
+(``--logprobs-mode processed_logprobs``): Penstock's own, since training forbids truncation. OpenAI's API gives text,
+which is encoded anew; no log-probabilities, and no versions: nothing to train on. Imports no JAX.
+
+Not covered: how servers are given weights (`penstock.inference.vllm_control`).
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+
+from penstock.inference.codec import (
+    Dialect,
+    InterruptedAnswer,
+    MalformedAnswer,
+    PenstockDialect,
+    ServerRequest,
+    check_call,
+    integers,
+    logprobs_of,
+)
+from penstock.inference.config import ExternalConfig, InferenceConfig
+from penstock.inference.routing import PinnedServer, Server
+from penstock.inference.sequence import StopStrings, text_of
+from penstock.types import (
+    SAMPLING_FIELDS,
+    Completion,
+    ConfigError,
+    Decoding,
+    EnvironmentFailure,
+    FinishReason,
+    GenerationCall,
+    TextCodec,
+    WeightVersion,
+    fold,
+)
+
+GENERATE = "/inference/v1/generate"
+_BUSY, _BEHIND = frozenset({429, 503}), frozenset({404, 502, 504})
+"""vLLM says 503 where its queue is full, and 404 of an adapter that it does not have."""
+
+NO_LOGPROB = -9999.0
+"""What vLLM writes in place of a log-probability that is not finite."""
+
+FIXED = WeightVersion(0, 0)
+"""The version of servers whose weights stay as they are."""
+
+
+def dialect_of(config: InferenceConfig) -> Dialect:
+    """How the servers of a run are asked."""
+    if config.external is None:
+        return PenstockDialect()
+    if config.engine == "openai":
+        return OpenAiDialect(config.max_seq_len)
+    return VllmDialect(config.external, config.max_seq_len)
+
+
+def key_of(config: ExternalConfig | None, token: str) -> str | None:
+    """What the servers of a run ask for: the run's own token, or the key of those that it was given.
+
+    Raises:
+        ConfigError: the file that holds the key cannot be read, or is empty.
+    """
+    if config is None or config.launch:
+        return token
+    if config.api_key_file is None:
+        return None
+    try:
+        key = config.api_key_file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"inference.external.api_key_file is {config.api_key_file}: {error}") from error
+    if not key:
+        raise ConfigError(f"inference.external.api_key_file is {config.api_key_file}: it is empty; write the key there")
+    return key
+
+
+def label_of(version: WeightVersion) -> str:
+    """What servers are told that a version is called."""
+    return f"{version.lineage}-{version.step}"
+
+
+def version_of_label(label: Any) -> WeightVersion | None:
+    """The version that a server names; None for what no run called so."""
+    lineage, _, step = label.partition("-") if isinstance(label, str) and len(label) <= 21 else ("", "", "")
+    if not (lineage.isdecimal() and step.isdecimal()):
+        return None
+    return WeightVersion(int(lineage), int(step))
+
+
+def adapter_name(version: WeightVersion) -> str:
+    """Under which name a version's adapter is loaded."""
+    return f"policy-{label_of(version)}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """One response to one prompt, as it is asked for.
+
+    Attributes:
+        prompt: int32 [p].
+        decoding: How to sample.
+        seed: Of this response.
+        stop_token_ids: The call's, or the tokenizer's.
+        tokenizer: Decodes the text.
+        model: The servers' name for the model.
+        max_tokens: Most of the response, as far as the sequence length leaves room.
+        least: What must be served.
+    """
+
+    prompt: np.ndarray
+    decoding: Decoding
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    tokenizer: TextCodec
+    model: str
+    max_tokens: int
+    least: WeightVersion | None
+
+    @property
+    def tokens(self) -> int:
+        """Of prompt and longest response."""
+        return len(self.prompt) + self.max_tokens
+
+    def is_ahead_of(self, served: WeightVersion | None) -> bool:
+        """Whether a server's weights are older than they may be."""
+        least = self.least
+        return least is not None and served is not None and served.lineage == least.lineage and served < least
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters, under names that vLLM has in common with OpenAI where that has any."""
+        decoding = self.decoding
+        given = {name: getattr(decoding, name) for name in SAMPLING_FIELDS if getattr(decoding, name) is not None}
+        return given | {"max_tokens": self.max_tokens, "seed": self.seed, "stop": list(decoding.stop_strings)}
+
+    def ended(self, tokens: np.ndarray, reason: FinishReason) -> tuple[int, FinishReason]:
+        """How many of the tokens belong to the response, and why it ended: what completes a stop string ends it."""
+        if self.decoding.stop_strings:
+            kept = StopStrings(self.tokenizer, self.decoding.stop_strings).completed_by(tokens.tolist())
+            if kept is not None:
+                return kept, "stop"
+        return len(tokens), reason
+
+    def text(self, tokens: np.ndarray) -> str:
+        """Of the response."""
+        return text_of(self.tokenizer, tokens.tolist(), self.decoding.stop_strings)
+
+
+def _asked(
+    call: GenerationCall, tokenizer: TextCodec, model: str, max_seq_len: int, least: WeightVersion | None
+) -> list[_Asked]:
+    """Each response of a call, in order.
+
+    Raises:
+        EnvironmentFailure: a prompt is empty, has unknown tokens, or leaves no room for a response.
+        ValueError: there are not as many seeds as prompts.
+    """
+    check_call(call)
+    decoding, asked = call.decoding, list[_Asked]()
+    stops = decoding.stop_token_ids or tokenizer.stop_token_ids
+    for prompt, seed in zip(call.prompts, call.seeds, strict=True):
+        room = max_seq_len - len(prompt)
+        if not len(prompt) or room < 1:
+            raise EnvironmentFailure(
+                f"prompt has {len(prompt)} tokens: it must have one, and leave room for a response within "
+                f"inference.max_seq_len = {max_seq_len}"
+            )
+        if prompt.min() < 0 or prompt.max() >= tokenizer.vocab_size:
+            outside = prompt[(prompt < 0) | (prompt >= tokenizer.vocab_size)]
+            raise EnvironmentFailure(
+                f"prompt holds token id {int(outside[0])}, but the tokenizer has {tokenizer.vocab_size}"
+            )
+        most = min(decoding.max_output_tokens, room)
+        asked += [
+            _Asked(prompt, decoding, fold(seed, index), stops, tokenizer, model, most, least) for index in range(call.n)
+        ]
+    return asked
+
+
+def _body(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+def _choice(content: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An answer, and its only choice."""
+    answer = json.loads(content)
+    choices = answer["choices"]
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise ValueError("it does not hold one choice, as was asked for")
+    return answer, choices[0]
+
+
+def _reason(choice: Mapping[str, Any]) -> FinishReason:
+    reason = choice["finish_reason"]
+    if reason == "abort":
+        raise InterruptedAnswer("the server aborted the request")
+    if reason not in ("stop", "length"):
+        raise ValueError(f"finish_reason is {reason!r:.100}")
+    return reason
+
+
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+
+
+@final
+class VllmDialect:
+    """vLLM's tokens in, tokens out.
+
+    Args:
+        config: How the servers get weights, and so where an answer's version stands.
+        max_seq_len: Most tokens of a prompt and its response together.
+    """
+
+    def __init__(self, config: ExternalConfig, max_seq_len: int) -> None:
+        self._weights, self._keeps_cache = config.weights, config.kv == "keep"
+        self._max_seq_len = max_seq_len
+
+    def requests(
+        self,
+        call: GenerationCall,
+        tokenizer: TextCodec,
+        model: str,
+        session: str | None,
+        target: PinnedServer | None,
+        least: WeightVersion | None = None,
+    ) -> list[ServerRequest[list[list[Completion]]]]:
+        """One per response, bound to the server that it goes to: its version is asked for by name, or noted."""
+        return [
+            ServerRequest(
+                b"",
+                asked.tokens,
+                _unbound,
+                session,
+                target,
+                GENERATE,
+                busy=_BUSY,
+                behind=_BEHIND,
+                bind=partial(self._bound, asked),
+            )
+            for asked in _asked(call, tokenizer, model, self._max_seq_len, least)
+        ]
+
+    def _bound(self, asked: _Asked, server: Server) -> ServerRequest[list[list[Completion]]] | None:
+        served = FIXED if self._weights == "none" else server.version
+        if served is None or (self._weights != "none" and asked.is_ahead_of(served)):
+            return None
+        named = adapter_name(served) if self._weights == "lora" else asked.model
+        sampling = asked.sampling() | {
+            "stop_token_ids": list(asked.stop_token_ids),
+            "ignore_eos": True,  # the stop tokens are said
+            "logprobs": 0,
+            "detokenize": bool(asked.decoding.stop_strings),
+        }
+        body = {"model": named, "token_ids": asked.prompt.tolist(), "sampling_params": sampling, "stream": False}
+        if self._keeps_cache:
+            body["cache_salt"] = label_of(served)  # a prefix of earlier weights is not to be found
+        return ServerRequest(
+            _body(body),
+            asked.tokens,
+            partial(self._read, asked, server, served, named),
+            path=GENERATE,
+            busy=_BUSY,
+            behind=_BEHIND,
+        )
+
+    def _read(
+        self, asked: _Asked, server: Server, served: WeightVersion, named: str, content: bytes
+    ) -> list[list[Completion]]:
+        try:
+            answer, choice = _choice(content)
+            reason, tokens = _reason(choice), integers(choice, "token_ids")
+            logprobs = _logprobs(choice, tokens)
+            if self._weights == "directory":
+                versions = _versions(choice, len(tokens))
+            else:
+                versions = [served] * len(tokens)
+                if answer["model"] != named:
+                    raise ValueError(f"it is of model {answer['model']!r:.100}, and {named!r} was asked for")
+        except _UNREADABLE as error:
+            raise MalformedAnswer(f"its answer cannot be read ({type(error).__name__}: {error})") from error
+        count, reason = asked.ended(tokens, reason)
+        touched = [*versions, served] if self._keeps_cache or not versions else versions
+        oldest: WeightVersion = min(touched)
+        if asked.is_ahead_of(oldest):
+            raise MalformedAnswer(f"weights of {oldest} answered, and {asked.least} at least was asked for")
+        completion = Completion(
+            prompt_tokens=asked.prompt,
+            response_tokens=tokens[:count],
+            response_logprobs=logprobs[:count],
+            weight_steps=np.array([version.step for version in versions[:count]], np.int32),
+            oldest_weight_step=oldest.step,
+            lineage=oldest.lineage,
+            text=asked.text(tokens[:count]),
+            finish_reason=reason,
+            engine=str(server),
+        )
+        return [[completion]]
+
+
+def _unbound(content: bytes) -> list[list[Completion]]:
+    raise MalformedAnswer("the request was sent to no server in particular")
+
+
+def _logprobs(choice: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
+    """float32 [r] of the sampled tokens."""
+    entries = choice["logprobs"]["content"] or []
+    if [entry["token_id"] for entry in entries] != tokens.tolist():
+        raise ValueError("its log-probabilities are of other tokens than it sampled")
+    numbers = [entry["logprob"] for entry in entries]
+    return logprobs_of([None if number == NO_LOGPROB else number for number in numbers])
+
+
+def _versions(choice: Mapping[str, Any], count: int) -> list[WeightVersion]:
+    """The version of each token, from spans that follow one another."""
+    versions = list[WeightVersion]()
+    for span in choice["weight_versions"] or []:
+        version = version_of_label(span["version"])
+        if version is None:
+            raise ValueError(f"weights called {span['version']!r:.100} answered, and no version of a run is called so")
+        if type(span["end"]) is not int or span["start"] != len(versions) or not span["start"] <= span["end"] <= count:
+            raise ValueError("the spans of its weight versions do not follow one another")
+        versions += [version] * (span["end"] - span["start"])
+    if len(versions) != count:
+        raise ValueError(f"it names the weight versions of {len(versions)} tokens, and has {count}")
+    if len({version.lineage for version in versions}) > 1:
+        raise ValueError("weights of several lineages answered")
+    return versions
+
+
+@final
+class OpenAiDialect:
+    """``/v1/completions`` of any server with OpenAI's API. What is not said stays as it was: nothing can be trained.
+
+    The text that came is encoded anew: its tokens may be others than the server sampled. Log-probabilities are NaN.
+
+    Args:
+        max_seq_len: Most tokens of a prompt and its response together.
+    """
+
+    def __init__(self, max_seq_len: int) -> None:
+        self._max_seq_len = max_seq_len
+
+    def requests(
+        self,
+        call: GenerationCall,
+        tokenizer: TextCodec,
+        model: str,
+        session: str | None,
+        target: PinnedServer | None,
+        least: WeightVersion | None = None,
+    ) -> list[ServerRequest[list[list[Completion]]]]:
+        """One per response; the prompt goes as text."""
+        return [
+            ServerRequest(
+                _body({"model": model, "prompt": tokenizer.decode(asked.prompt, False), "n": 1} | _openai(asked)),
+                asked.tokens,
+                _TextReader(asked, "external"),
+                session,
+                target,
+                busy=_BUSY,
+                behind=_BEHIND,
+            )
+            for asked in _asked(call, tokenizer, model, self._max_seq_len, None)
+        ]
+
+
+def _openai(asked: _Asked) -> dict[str, Any]:
+    """Sampling parameters, those left out that ask for nothing: a server may not know their names."""
+    idle = {name for name, field in SAMPLING_FIELDS.items() if field.asks_nothing(getattr(asked.decoding, name))}
+    idle |= set() if asked.decoding.stop_strings else {"stop"}
+    return {name: value for name, value in asked.sampling().items() if name not in idle}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TextReader:
+    asked: _Asked
+    engine: str
+
+    def __call__(self, content: bytes) -> list[list[Completion]]:
+        try:
+            _, choice = _choice(content)
+            reason, text = _reason(choice), choice["text"]
+            tokens = np.asarray(self.asked.tokenizer.encode(text), np.int32)
+        except _UNREADABLE as error:
+            raise MalformedAnswer(f"its answer cannot be read ({type(error).__name__}: {error})") from error
+        completion = Completion(
+            prompt_tokens=self.asked.prompt,
+            response_tokens=tokens,
+            response_logprobs=np.full(len(tokens), math.nan, np.float32),
+            weight_steps=np.zeros(len(tokens), np.int32),
+            oldest_weight_step=FIXED.step,
+            lineage=FIXED.lineage,
+            text=text,
+            finish_reason=reason,
+            engine=self.engine,
+        )
+        return [[completion]]

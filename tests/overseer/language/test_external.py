@@ -1,0 +1,359 @@
+"""A server of another make, driven against `tests.fakes.vllm_server`, in this process or launched."""
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.inference import EngineConfig, RemoteContext, ServerPool
+from penstock.inference.external import VllmDialect
+from penstock.model.language import load_decoder, load_policy, named_arrays, save_decoder, with_named_arrays
+from penstock.model.language.decoder import decoder_digests
+from penstock.model.language.lora import LoraConfig
+from penstock.overseer.component import Settings
+from penstock.overseer.config_loading import load_config
+from penstock.overseer.language.external import ExternalEngine
+from penstock.overseer.language.generation import generate
+from penstock.overseer.language.kind import LanguageKind
+from penstock.overseer.supervisor.messages import Identity
+from penstock.overseer.training import train
+from penstock.rundir import RunDirectory
+from penstock.text import Tokenizer
+from penstock.types import ConfigError, Decoding, RunFailed, WeightVersion
+from tests.fakes.vllm_server import FakeVllm
+
+LIMIT_S = 60.0
+ROOT = Path(__file__).parents[3]
+TOKEN = "a token of this run"
+MODEL = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+SHAPES = EngineConfig(max_slots=4, max_seq_len=64, windows=(64,), prefill_rows=2, prefill_lengths=(16,))
+
+
+def configured(*words, **external):
+    given = json.dumps({"urls": ["http://127.0.0.1:1"]} | external)
+    return load_config(
+        "cats",
+        [
+            f"model.init={json.dumps(MODEL)}", "inference.engine=vllm", f"inference.external={given}",
+            "inference.max_slots=4", "overseer.backoff_s=0.01", "overseer.max_restarts=2", *words,
+        ],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def policy():
+    config = load_config("cats", [f"model.init={json.dumps(MODEL)}"])
+    tokenizer = Tokenizer.load(config.model.tokenizer_path)
+    return load_policy(config.model, 0, tokenizer), tokenizer
+
+
+@pytest.fixture(scope="module")
+def checkpoint(policy, tmp_path_factory):
+    """What the server was started with: another model of the same shape, of which everything differs."""
+    decoder, tokenizer = policy
+    folder = tmp_path_factory.mktemp("served") / "model"
+    other = {name: np.asarray(array) * 3 + np.float32(0.01) for name, array in named_arrays(decoder).items()}
+    save_decoder(with_named_arrays(decoder, other), folder, tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running(checkpoint, policy):
+    server = FakeVllm(checkpoint, policy[1], SHAPES)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def fake(running):
+    """As it was started, but for its weights."""
+    running.as_started()
+    yield running
+    running.as_started()
+
+
+@pytest.fixture
+def engine_of(tmp_path, policy):
+    made = []
+
+    def make(*words, decoder=None, **external):
+        config = configured(*words, **external)
+        events = []
+        engine = ExternalEngine(
+            Identity("inference", 0, 0),
+            Settings(config, RunDirectory(tmp_path), TOKEN),
+            decoder or policy[0],
+            policy[1],
+            lambda kind, **fields: events.append({"event": kind, **fields}),
+        )
+        engine.events = events  # type: ignore[attr-defined]
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.stop(LIMIT_S)
+
+
+def moved(decoder, by):
+    return {name: np.asarray(array) + np.float32(by) for name, array in named_arrays(decoder).items()}
+
+
+def failures(engine):
+    return [event["reason"] for event in engine.events if event["event"] == "external_engine_failed"]
+
+
+def sampled(engine, version, codec):
+    return engine.canary(version, [codec.encode("Who purrs?"), codec.encode("Who")], 6, LIMIT_S)
+
+
+def test_a_version_is_loaded_proven_and_announced(engine_of, fake, policy):
+    engine = engine_of(urls=[fake.server.url])
+    assert engine.server is None
+    for step in (0, 1):
+        arrays = moved(policy[0], 0.1 * step)
+        digests = engine.set_weights(WeightVersion(0, step), arrays)
+        assert digests == decoder_digests(arrays)
+        assert engine.server.version == WeightVersion(0, step) and str(engine.server) == "inference-0#0"
+        assert engine.stats()["inference/proven_bytewise"] == 1.0
+        answers = sampled(engine, WeightVersion(0, step), policy[1])
+        assert [set(answer.weight_steps.tolist()) for answer in answers] == [{step}, {step}]
+    assert failures(engine) == []
+
+
+def test_a_reload_that_leaves_a_tensor_old_is_named_and_nothing_is_announced(engine_of, fake, policy):
+    engine, heard = engine_of("overseer.max_restarts=1", urls=[fake.server.url]), []
+    engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
+    engine.on_change = heard.append
+    fake.stale = ["mlp.down_proj.weight"]
+    with pytest.raises(RunFailed, match=r"version 1 with other weights.*model.layers.0.mlp.down_proj.weight"):
+        engine.set_weights(WeightVersion(0, 1), moved(policy[0], 0.1))
+    assert set(heard) == {None} and engine.server is None
+    assert fake.engine.paused and fake.label == "unproven"  # nothing that was sampled of it is of a version
+
+
+def test_an_update_that_moves_nothing_is_named_though_the_checksums_are_of_another_form(engine_of, fake, policy):
+    """As of a server that pads or splits what it holds: no checksum is that of the file, and none changes."""
+    engine = engine_of("overseer.max_restarts=0", urls=[fake.server.url])
+    fake.salt = b"in another form"
+    engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
+    assert engine.stats()["inference/proven_bytewise"] == 0.0
+    fake.stale = [""]
+    with pytest.raises(RunFailed, match="parameters are not those"):
+        engine.set_weights(WeightVersion(0, 1), moved(policy[0], 0.1))
+
+
+def test_a_refusal_says_nothing_about_the_weights_and_is_asked_again(engine_of, fake, policy):
+    engine, heard = engine_of(urls=[fake.server.url]), []
+    engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
+    engine.on_change = lambda server: (heard.append(server), setattr(fake, "reload_status", 200))
+    fake.reload_status = 400  # although it changed them
+    engine.set_weights(WeightVersion(0, 1), moved(policy[0], 0.1))
+    assert [server and server.version.step for server in heard][0] is None and engine.server.version.step == 1
+    (reason,) = failures(engine)
+    assert "/collective_rpc answered 400" in reason
+
+
+def test_a_server_that_keeps_its_own_label_is_never_announced(engine_of, fake, policy):
+    engine = engine_of("overseer.max_restarts=0", urls=[fake.server.url])
+    fake.ignores_label = True
+    with pytest.raises(RunFailed, match="calls its weights .* and was told '0-7'"):
+        engine.set_weights(WeightVersion(0, 7), moved(policy[0], 0.0))
+    assert engine.server is None
+
+
+def test_a_server_that_forgot_its_version_leaves_routing_and_is_given_it_again(engine_of, fake, policy, monkeypatch):
+    monkeypatch.setattr("penstock.overseer.language.external.WATCH_S", 0.0)
+    engine, heard = engine_of(urls=[fake.server.url]), []
+    engine.set_weights(WeightVersion(0, 3), moved(policy[0], 0.0))
+    engine.watch()
+    assert failures(engine) == []
+    engine.on_change = heard.append
+    fake.rename_to("default")
+    engine.watch()
+    assert [server and server.version.step for server in heard] == [None, None, 3]
+    (reason,) = failures(engine)
+    assert "called 'default'" in reason
+
+
+def test_a_hung_server_is_named(engine_of, fake, policy, monkeypatch):
+    monkeypatch.setattr("penstock.overseer.language.external.WATCH_S", 0.0)
+    engine = engine_of("overseer.no_progress_s=0.4", "overseer.max_restarts=0", urls=[fake.server.url])
+    engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
+    fake.hung = True
+    with pytest.raises(RunFailed, match=r"generate does not answer: ReadTimeout"):
+        engine.watch()
+    assert engine.server is None
+
+
+def test_a_server_that_computes_with_another_output_matrix_than_it_loads_is_refused(engine_of, fake, policy):
+    engine = engine_of(urls=[fake.server.url])
+    fake.old_head = True
+    with pytest.raises(ConfigError, match="computes with another than it loads; give inference.external.launch"):
+        engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
+
+
+@pytest.mark.parametrize(
+    ("fault", "value", "said"),
+    [
+        ("scale_out", False, "--enable-scale-out"),
+        ("raw", True, "--logprobs-mode processed_logprobs"),
+        ("name", "another", "--served-model-name policy"),
+        ("room", 32, "--max-model-len 64"),
+    ],
+)
+def test_what_a_server_lacks_is_refused_with_the_flag(engine_of, fake, policy, fault, value, said):
+    setattr(fake, fault, value)
+    engine = engine_of(urls=[fake.server.url])
+    with pytest.raises(ConfigError, match=said):
+        engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
+
+
+def test_the_command_has_what_a_run_needs():
+    config = configured(urls=[], launch=["vllm", "serve", "{model}", "--enforce-eager"])
+    assert config.server_command("/weights/policy-0-3", 8000) == [
+        "vllm", "serve", "/weights/policy-0-3", "--enforce-eager", "--host", "127.0.0.1", "--port", "8000",
+        "--served-model-name", "policy", "--enable-scale-out", "--logprobs-mode", "processed_logprobs",
+        "--generation-config", "vllm", "--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "4",
+    ]  # fmt: skip
+
+
+def test_servers_with_fixed_weights_are_generated_with_and_not_trained(fake, tmp_path):
+    config = configured(weights="none")
+    fake.rename_to("default")
+    report = generate(fake.server.url, config, tmp_path / "said.parquet", n=1)
+    (lesson,) = report.lessons.values()
+    assert lesson.rollouts == 8 and fake.counts["/inference/v1/generate"] == 8
+    with pytest.raises(ConfigError, match="weights none: these servers' weights stay as they are"):
+        LanguageKind.of(config)
+
+
+def test_a_recipe_that_no_server_could_serve_is_refused():
+    with pytest.raises(ConfigError, match="weights is lora, and model.lora says nothing"):
+        configured(weights="lora")
+    with pytest.raises(ConfigError, match="vLLM samples at 0.01"):
+        configured("curriculum.lessons.cats.sampling_params.temperature=0.005")
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lora(checkpoint):
+    return ["model.init=null", f"model.path={checkpoint}", "model.lora={rank: 2}"]
+
+
+@pytest.fixture(scope="module")
+def adapted(policy, checkpoint):
+    """The server's model with an adapter that changes nothing yet."""
+    return load_decoder(checkpoint, lora=LoraConfig(rank=2), seed=1)
+
+
+def trained(decoder, by):
+    arrays = named_arrays(decoder)
+    return {name: np.asarray(a) + np.float32(by * name.endswith(".b")) for name, a in arrays.items()}
+
+
+def test_each_version_is_an_adapter_with_a_name_of_its_own(engine_of, fake, adapted, policy, lora):
+    words = [*lora, "replay.staleness_budget=1"]
+    engine = engine_of(*words, decoder=adapted, urls=[fake.server.url], weights="lora")
+    answers = []
+    for step, by in enumerate((0.0, 0.1, 0.2, 0.3)):
+        engine.set_weights(WeightVersion(0, step), trained(adapted, by))
+        answers.append(sampled(engine, WeightVersion(0, step), policy[1])[0])
+    assert [set(answer.weight_steps.tolist()) for answer in answers] == [{0}, {1}, {2}, {3}]
+    assert len({answer.response_logprobs.tobytes() for answer in answers}) == 4
+    assert fake.adapters == ["policy-0-1", "policy-0-2", "policy-0-3"]  # staleness and two more
+    assert "/pause" not in fake.counts
+
+
+def test_an_adapter_that_is_not_applied_is_named(engine_of, fake, adapted, lora):
+    engine = engine_of(*lora, "overseer.max_restarts=0", decoder=adapted, urls=[fake.server.url], weights="lora")
+    fake.ignores_adapter = True
+    engine.set_weights(WeightVersion(0, 0), trained(adapted, 0.0))  # it changes nothing: there is nothing to see
+    with pytest.raises(RunFailed, match="the adapter is not applied"):
+        engine.set_weights(WeightVersion(0, 1), trained(adapted, 0.1))
+    assert engine.server is None
+
+
+# --- a run ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_in_one_process_trains_on_what_the_server_sampled(fake, tmp_path, staleness):
+    config = configured(
+        "steps=3", "replay.groups_per_batch=2", "curriculum.eval_n_examples=2", "learner.row_length=64",
+        "learner.micro_batch_rows=2", "curriculum.lessons.cats.sampling_params.n_generations_per_prompt=2",
+        f"replay.staleness_budget={staleness}", urls=[fake.server.url],
+    )  # fmt: skip
+    run = tmp_path / "run"
+    train(config, run_dir=run, quiet=True)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    updates = [line for line in lines if "train/parity_kl" in line]
+    assert len(updates) >= 2  # one version may have left no evidence in time, and is counted
+    for line in updates:
+        assert line["train/parity_kl"] < 1e-8 and line["train/parity_unchecked"] <= 1
+        assert line["inference/proven_bytewise"] == 1.0 and line["replay/unverified"] == 0
+    assert fake.label == "0-3"  # the last version was served, and evaluated
+    ledger = json.loads((run / "status.json").read_text())["ledger"]
+    assert ledger["trained"] >= 6 and ledger["invalid"] == 0
+
+
+# --- launched --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_launched_server_that_dies_in_a_request_is_started_anew(engine_of, policy, tmp_path, monkeypatch):
+    monkeypatch.setattr("penstock.overseer.language.external.WATCH_S", 0.0)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    command = [sys.executable, "-m", "tests.fakes.vllm_server", "serve", "{model}"]
+    engine = engine_of(urls=[], launch=command)
+    engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
+    pool = ServerPool(TOKEN, request_timeout_s=300)
+    pool.dialect = VllmDialect(engine._config, 64)
+    try:
+        engine.on_change = lambda server: pool.set_servers([] if server is None else [server])
+        engine.on_change(engine.server)
+        before = engine.server.url
+        engine._process.end(LIMIT_S)
+        with ThreadPoolExecutor(1) as threads:
+            context = RemoteContext(pool, policy[1])
+            prompt = policy[1].encode("Who purrs?")
+            asked = threads.submit(context.generate, [prompt], 2, Decoding(max_output_tokens=4), [1])
+            engine.watch()
+            ((one, other),) = asked.result(300)
+    finally:
+        pool.close()
+    assert engine.server.url != before and len(failures(engine)) == 1
+    assert {*one.weight_steps.tolist(), *other.weight_steps.tolist()} == {0}
+
+
+@pytest.mark.slow
+def test_a_launched_server_with_another_output_matrix_is_started_anew_for_each_version(engine_of, policy, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("FAKE_VLLM", json.dumps({"old_head": True}))
+    command = [sys.executable, "-m", "tests.fakes.vllm_server", "serve", "{model}"]
+    engine = engine_of(urls=[], launch=command)
+    answers = []
+    for step in (0, 1):
+        engine.set_weights(WeightVersion(0, step), moved(policy[0], 0.1 * step))
+        answers += sampled(engine, WeightVersion(0, step), policy[1])
+    assert [event["event"] for event in engine.events].count("external_engine_relaunches") == 1
+    assert [event["event"] for event in engine.events].count("external_engine") == 3  # tried, and each version
+    assert failures(engine) == [] and len({answer.response_logprobs.tobytes() for answer in answers}) == 4
+
+
+def test_a_command_that_ends_at_its_start_says_why(engine_of, policy):
+    engine = engine_of(
+        "overseer.max_restarts=0", urls=[], launch=["sh", "-c", "echo no such flag >&2; exit 3", "{model}"]
+    )
+    with pytest.raises(RunFailed, match=r"ended at its start .*: no such flag"):
+        engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))

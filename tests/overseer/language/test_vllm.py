@@ -1,0 +1,102 @@
+"""The real vLLM: `make test-vllm` installs its CPU build and names its executable in PENSTOCK_VLLM."""
+
+import json
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from penstock.learner import Learner
+from penstock.learner.parity import differences_of, example_of
+from penstock.model.language import load_decoder, load_policy, named_arrays, save_decoder, with_named_arrays
+from penstock.model.language.lora import LoraConfig
+from penstock.overseer.component import Settings
+from penstock.overseer.config_loading import load_config
+from penstock.overseer.language.external import ExternalEngine
+from penstock.overseer.supervisor.messages import Identity
+from penstock.rundir import RunDirectory
+from penstock.text import Tokenizer
+from penstock.types import WeightVersion
+
+VLLM = os.environ.get("PENSTOCK_VLLM", "")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.path.exists(VLLM), reason="PENSTOCK_VLLM names no vllm: make test-vllm installs it"),
+]
+LIMIT_S = 600.0
+MODEL = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+"""Heads of 32: its CPU build computes none that are smaller."""
+
+
+@pytest.fixture
+def engine_of(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+
+    def make(decoder, tokenizer, *words, **external):
+        external = {"launch": [VLLM, "serve", "{model}", "--enforce-eager"]} | external
+        config = load_config("cats", ["inference.engine=vllm", f"inference.external={json.dumps(external)}", *words])
+        events = []
+        engine = ExternalEngine(
+            Identity("inference", 0, 0),
+            Settings(config, RunDirectory(tmp_path), "a token of this run"),
+            decoder,
+            tokenizer,
+            lambda kind, **fields: events.append({"event": kind, **fields}),
+        )
+        made.append(engine)
+        return engine, config, events
+
+    yield make
+    for engine in made:
+        engine.stop(60.0)
+
+
+def apart(config, decoder, answers, step):
+    """Largest difference between the learner's and the server's log-probabilities."""
+    learner = Learner(decoder, config.learner, 1, 0)
+    examples = [example_of(answer, 1.0) for answer in answers]
+    differences = differences_of(examples, learner.score(examples), step)
+    assert len(differences) == sum(len(answer.response_tokens) for answer in answers)
+    return float(np.abs(differences).max())
+
+
+def test_versions_by_directory_are_what_the_learner_scores(engine_of):
+    config = load_config("cats", [f"model.init={json.dumps(MODEL)}"])
+    tokenizer = Tokenizer.load(config.model.tokenizer_path)
+    decoder = load_policy(config.model, 0, tokenizer)
+    engine, config, events = engine_of(decoder, tokenizer, f"model.init={json.dumps(MODEL)}")
+    prompts = [tokenizer.encode("Who purrs?"), tokenizer.encode("Who")]
+    for step in range(3):
+        arrays = {name: np.asarray(each) * (1 + step) for name, each in named_arrays(decoder).items()}
+        engine.set_weights(WeightVersion(0, step), arrays)
+        answers = engine.canary(WeightVersion(0, step), prompts, 16, LIMIT_S)
+        assert [set(answer.weight_steps.tolist()) for answer in answers] == [{step}, {step}]
+        device = {name: jnp.asarray(each) for name, each in arrays.items()}
+        assert apart(config, with_named_arrays(decoder, device), answers, step) < 1e-4
+    assert [event["event"] for event in events] == ["external_engine"]  # no failure, and no second start
+
+
+def test_adapters_by_name_are_what_the_learner_scores(engine_of, tmp_path):
+    config = load_config("cats", [f"model.init={json.dumps(MODEL)}"])
+    tokenizer = Tokenizer.load(config.model.tokenizer_path)
+    base = tmp_path / "base"
+    save_decoder(load_policy(config.model, 0, tokenizer), base, tokenizer)
+    decoder = load_decoder(base, lora=LoraConfig(rank=8), seed=1)
+    words = ["model.init=null", f"model.path={base}", "model.lora={rank: 8}"]
+    engine, config, events = engine_of(decoder, tokenizer, *words, weights="lora")
+    prompts = [tokenizer.encode("Who purrs?"), tokenizer.encode("Who")]
+    for step in range(3):
+        arrays = {
+            name: np.asarray(each) + np.float32(0.05 * step * name.endswith(".b"))
+            for name, each in named_arrays(decoder).items()
+        }
+        engine.set_weights(WeightVersion(0, step), arrays)
+        answers = engine.canary(WeightVersion(0, step), prompts, 16, LIMIT_S)
+        device = {name: jnp.asarray(each) for name, each in arrays.items()}
+        assert apart(config, with_named_arrays(decoder, device), answers, step) < 1e-4
+    assert [event["event"] for event in events] == ["external_engine"]
