@@ -213,7 +213,7 @@ def test_a_perturbed_weight_on_one_side_stops_the_run_at_the_next_step(
 def test_an_existing_run_is_never_overwritten(run_dir: Path):
     run_dir.mkdir()
     (run_dir / "precious.txt").write_text("mine")
-    with pytest.raises(RunDirectoryError, match="exists already and is not overwritten"):
+    with pytest.raises(RunDirectoryError, match=r"not overwritten: .*run_dir in Python.*resume=True"):
         train(tiny(), run_dir, quiet=True)
     assert [path.name for path in run_dir.iterdir()] == ["precious.txt"]
 
