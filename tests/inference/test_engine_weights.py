@@ -257,6 +257,14 @@ def test_a_pause_that_waits_lets_what_runs_end_and_admits_nothing(engine, monkey
     assert len(waiting.result(WAIT_S)[0].response_tokens) == 16
 
 
+def test_what_a_pause_waits_for_may_outgrow_the_window(engine, decoder, monkeypatch):
+    paused = pause_during_first_dispatch(engine, monkeypatch, "wait")
+    (running,) = engine.submit([request(tokens=50)])
+    paused()
+    (found,) = running.result(WAIT_S)
+    np.testing.assert_allclose(found.response_logprobs, forward_logprobs(decoder, found), atol=1e-4)
+
+
 def test_an_idle_engine_pauses_and_a_version_gets_another_name(engine):
     engine.pause("keep", True, WAIT_S)
     engine.rename_version(WeightVersion(0, 17))
