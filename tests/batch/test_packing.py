@@ -171,3 +171,12 @@ def test_sequences_go_where_they_need_the_fewest_micro_batches(lengths, found):
 
 def test_a_sequence_longer_than_all_rows_is_left_to_packing_to_refuse():
     assert shapes_for([17, 3], SHAPES) == [2, 2]
+
+
+def test_rows_of_ragged_rollouts_are_full():
+    """Lengths as rollouts have them: most are short, some fill a row."""
+    rng = np.random.default_rng(7)
+    for count, row_length in ((128, 1024), (256, 1024), (512, 2048)):
+        lengths = np.clip(rng.lognormal(5.0, 0.8, count).astype(int), 8, row_length)
+        rows = 1 + max(each.row for each in place(lengths.tolist(), row_length))
+        assert lengths.sum() / (rows * row_length) >= 0.95

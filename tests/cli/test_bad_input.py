@@ -51,6 +51,8 @@ def expect_refusal(done, *parts: str) -> None:
             ["eval", "nowhere", "--recipe", "cats", "--generations", "4", "--k", "1", "--k", "8"],
             ["k of pass@k is 8, and generations is 4", "ask for more responses"],
         ),
+        (["eval", "nowhere", "--recipe", "cats", "--k", "1,4"], ["k of pass@k is 4, and generations is 1"]),
+        (["eval", "nowhere", "--recipe", "cats", "--k", "1,four"], ["--k has 'four'", "such as --k 1,4"]),
         (["generate"], ["--recipe is missing", "penstock generate --recipe cats"]),
         (["generate", "http://127.0.0.1:9"], ["--recipe is missing"]),
         (["generate", "nowhere"], ["nowhere lies in no run directory", "--recipe"]),

@@ -123,6 +123,15 @@ def test_micro_evaluations_of_the_sampled_lesson_need_micro_evaluations():
         CurriculumConfig.model_validate({**asked, "micro_eval_frequency": 0})
 
 
+def test_prompts_of_micro_evaluations_that_there_are_none_of_are_refused():
+    lessons = {"cats": {"environment": {"env_class": "penstock.environments.cats.CatsEnvironment"}}}
+    with pytest.raises(
+        ValidationError, match="micro_eval_n_examples is 8, which has no effect: micro_eval_frequency is 0"
+    ):
+        CurriculumConfig.model_validate({"lessons": lessons, "micro_eval_frequency": 0, "micro_eval_n_examples": 8})
+    CurriculumConfig.model_validate({"lessons": lessons, "micro_eval_frequency": 0, "micro_eval_n_examples": 4})
+
+
 def test_problems_come_by_epochs_unless_the_order_is_iid_which_takes_no_retries():
     lesson = {"environment": {"env_class": "a.B"}}
     plain = LessonConfig.model_validate(lesson)

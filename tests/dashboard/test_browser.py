@@ -44,7 +44,7 @@ def measure(directory, steps, reward, stall=None):
 def evaluate(directory, reward, step):
     rng, said = np.random.default_rng(len(directory.path.name)), [("user", "?"), ("assistant", "x")]
     made = [rollout(f"after-cats-0-{step}-{n}/0", said, float(reward > rng.random()), (step,)) for n in range(40)]
-    members = [replace(record.rollout, lesson_id="cats") for record in made]
+    members = [replace(record.rollout, lesson_id="cats") for record in made]  # pyright: ignore[reportArgumentType]
     groups = [RolloutGroup(f"cats:{n}", (m,), f"after-cats-0-{step}-{n}") for n, m in enumerate(members)]
     write_evaluation(directory, [RolloutBatch(tuple(groups), members[0].metadata)], "after", 0, step)
 

@@ -69,9 +69,8 @@ def test_two_runs_by_their_last_evaluations(tmp_path):
         members = [
             rollout(f"after-cats-0-0-{problem}/0", [("user", "?"), ("assistant", "x")], said) for problem in range(8)
         ]
-        groups = [
-            RolloutGroup(f"cats:{m.group_id}", (replace(m.rollout, lesson_id="cats"),), m.group_id) for m in members
-        ]
+        held_out = [replace(m.rollout, lesson_id="cats") for m in members]  # pyright: ignore[reportArgumentType]
+        groups = [RolloutGroup(f"cats:{m.group_id}", (r,), m.group_id) for m, r in zip(members, held_out, strict=True)]
         write_evaluation(directory, [RolloutBatch(tuple(groups), groups[0].rollouts[0].metadata)], "after", 0, 0)
         directory.write_config({"model": {"tokenizer": None, "path": None}, "seed": len(name) + (name == "b")})
     runs = ObservedRuns(tmp_path)

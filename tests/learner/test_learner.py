@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from penstock.batch import example_from_pair
+from penstock.batch.packing import pack
 from penstock.learner import Learner, LearnerConfig, OptimizerConfig, WarmStartConfig
 from penstock.learner.parity import differences_of
 from penstock.learner.step import scored_lengths
@@ -65,7 +66,9 @@ def test_metrics_name_what_happened(decoder, config, examples, make_batch):
     assert 0 < metrics["train/correction_fraction"] < 1
     assert 0 < metrics["train/entropy"] < np.log(41)
     assert "train/staleness_kl" not in metrics, "every sequence is of the learner's version"
-    assert metrics["throughput/row_fill"] == sum(len(e.tokens) for e in examples) / (24 * 4)
+    rows = len(pack(examples, 24))
+    assert metrics["throughput/row_fill"] == sum(len(e.tokens) for e in examples) / (24 * rows)
+    assert metrics["throughput/rows_used"] == rows / 4
     advantages = [e.advantage[e.loss_mask][0] for e in examples]
     assert metrics["train/advantage_mean"] == pytest.approx(np.mean(advantages), rel=1e-5)
     assert metrics["train/advantage_std"] == pytest.approx(np.std(advantages), rel=1e-5)

@@ -43,7 +43,10 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny(changes: dict[str, Any] | None = None) -> RunConfig:
-    return build_config(RunConfig, merged(TINY, changes or {}))
+    config = merged(TINY, changes or {})
+    if config["curriculum"]["micro_eval_frequency"] == 0:
+        del config["curriculum"]["micro_eval_n_examples"]
+    return build_config(RunConfig, config)
 
 
 @pytest.fixture

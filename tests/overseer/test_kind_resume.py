@@ -108,10 +108,10 @@ def test_an_adapter_s_run_goes_on_where_its_base_has_moved(trained: Path, tmp_pa
     train(beside("base"), run_dir, quiet=True)
     (tmp_path / "base").rename(tmp_path / "moved")
     checkpoint = run_dir / "checkpoints" / "step-1"
-    with pytest.raises(ConfigError, match=r"model.path is .*base"):
+    with pytest.raises(CheckpointError, match=r"is an adapter of .*base, where no config.json lies"):
         train(run_dir=run_dir, resume=True, quiet=True, steps=2)
     check_language_resume(beside("moved"), checkpoint)
-    summary = train(run_dir=run_dir, resume=True, quiet=True, steps=2, overrides=[f"model.path={tmp_path / 'moved'}"])
+    summary = train(run_dir=run_dir, resume=True, quiet=True, steps=2, model={"path": str(tmp_path / "moved")})
     assert summary.step == 2
     saved = json.loads((run_dir / "checkpoints" / "step-2" / "model" / "adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == str(tmp_path / "moved")

@@ -99,7 +99,8 @@ def evaluate(
     n: Annotated[int | None, typer.Option(min=1, help="Held-out prompts per lesson, or episodes per task.")] = None,
     generations: Annotated[int, typer.Option(min=1, help="Responses per prompt: the largest k of pass@k.")] = 1,
     k: Annotated[
-        list[int] | None, typer.Option(min=1, help="Of pass@k; may be repeated. By default 1, 2, 4, … --generations.")
+        list[str] | None,
+        typer.Option(help="Of pass@k, such as 1,4; may be repeated. By default 1, 2, 4, … --generations."),
     ] = None,
     baseline: Annotated[
         Path | None, typer.Option(help="A checkpoint to compare with, on the same prompts with the same seeds.")
@@ -148,7 +149,7 @@ def evaluate(
         _refuse_given({"--video": video is not None}, "a control policy's")
         stamp = time.strftime("%Y%m%d-%H%M%S")
         path = rollouts or Path("evaluations") / f"{checkpoint.resolve().name}-{stamp}.parquet"
-        report = evaluate(checkpoint, config, lesson, n, generations, path, baseline, k)
+        report = evaluate(checkpoint, config, lesson, n, generations, path, baseline, _ks(k))
     print_report(report, json)
     return 0
 
@@ -306,6 +307,19 @@ def _refuse_given(given: dict[str, bool], whose: str) -> None:
     for option, is_given in given.items():
         if is_given:
             raise ConfigError(f"{option} is for {whose} evaluation only: leave it out")
+
+
+def _ks(words: Sequence[str] | None) -> list[int] | None:
+    """The ks of pass@k: whole numbers, several of a word apart by commas."""
+    from penstock.types import ConfigError
+
+    if not words:
+        return None
+    ks = [each.strip() for word in words for each in word.split(",")]
+    for each in ks:
+        if not each.isdecimal() or int(each) < 1:
+            raise ConfigError(f"--k has {each!r}: give whole numbers from 1 on, such as --k 1,4")
+    return [int(each) for each in ks]
 
 
 def _refuse_token(overrides: Sequence[str]) -> None:

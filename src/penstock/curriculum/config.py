@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 from penstock.types import SAMPLING_FIELDS, ConfigError, Decoding, EnvironmentSpec, TextCodec
+from penstock.types.idle_keys import refuse_idle
 
 
 class _Frozen(BaseModel):
@@ -198,6 +199,8 @@ class CurriculumConfig(_Frozen):
             _check_circles(self.lessons, (key,), cleared)
         _check_startable(self.lessons)
         _check_floors(self)
+        if not self.micro_eval_frequency:
+            refuse_idle(self, ("micro_eval_n_examples",), "micro_eval_frequency is 0: there are no such evaluations")
         if self.micro_eval_lessons == "sampled" and not self.micro_eval_frequency:
             raise ConfigError(
                 "curriculum.micro_eval_lessons is 'sampled', but curriculum.micro_eval_frequency is 0: there are no "

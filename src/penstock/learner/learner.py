@@ -30,6 +30,7 @@ from penstock.learner.metrics import (
     finite_only,
     loss_metrics,
     rate_metrics,
+    row_tokens_of,
     step_metrics,
     throughput_metrics,
 )
@@ -322,7 +323,7 @@ class Learner:
         (gradients, _), sums = self._gradients(warm_start.accumulate, plan.micro_batches)
         rate = warm_start.learning_rate()
         warm_start.state, applied = self._step_by(warm_start.apply, state, gradients, rate, sums.loss)
-        outcome = StepOutcome(sums, jax.device_get(applied), 0.0, 0.0, 0, 0)
+        outcome = StepOutcome(sums, jax.device_get(applied), 0.0, 0.0, 0, 0, 0)
         self._count_skipped([outcome.applied])
         losses = {"train/tokens": float(sums.tokens), "train/loss": float(sums.loss)}
         return finite_only(losses, step_metrics([outcome]), rate_metrics(self._config.optimizer, rate))
@@ -490,8 +491,7 @@ class Learner:
         applied = self._applied(gradients, of_critic, rate, sums)
         times = differentiated - started, time.perf_counter() - differentiated
         tokens = sum(placement.stop - placement.start for placement in plan.placements)
-        row_tokens = sum(batch.tokens.size for batch in plan.micro_batches)
-        return StepOutcome(sums, applied, *times, tokens, row_tokens), beside.plan
+        return StepOutcome(sums, applied, *times, tokens, *row_tokens_of(plan)), beside.plan
 
     def _applied(self, gradients: Any, of_critic: Any, rate: float, sums: LossSums) -> AppliedUpdate:
         """What the optimiser made of a step's gradients; parameters and states are new afterwards."""

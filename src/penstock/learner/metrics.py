@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.learner.config import OptimizerConfig
 from penstock.learner.optimizer import AppliedUpdate
-from penstock.learner.step import LossSums
+from penstock.learner.step import LossSums, UpdatePlan
 from penstock.types import TrainingBatch
 
 
@@ -26,7 +26,8 @@ class StepOutcome(NamedTuple):
         gradient_s: Seconds of forward and backward passes.
         apply_s: Seconds of the optimiser step.
         tokens: Of the sequences that went through the model, prompts included.
-        row_tokens: Positions of all rows that went through the model, padding included.
+        row_tokens: Positions of rows that hold a sequence, padding included.
+        all_tokens: Positions of all rows that went through the model, those that only fill up a micro-batch included.
     """
 
     sums: LossSums
@@ -35,6 +36,7 @@ class StepOutcome(NamedTuple):
     apply_s: float
     tokens: int
     row_tokens: int
+    all_tokens: int
 
 
 def loss_metrics(outcomes: Sequence[StepOutcome], reference: bool = False) -> dict[str, float]:
@@ -104,6 +106,13 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
     return metrics | {name: value for name, value in batch.metrics.items() if name.startswith("train/")}
 
 
+def row_tokens_of(plan: UpdatePlan) -> tuple[int, int]:
+    """Positions of the rows that hold a sequence, and of all rows."""
+    shapes = [batch.tokens.shape for batch in plan.micro_batches]
+    lengths = [length for rows, length in shapes for _ in range(rows)]
+    return sum(lengths[row] for row in {placement.row for placement in plan.placements}), sum(lengths)
+
+
 def throughput_metrics(outcomes: Sequence[StepOutcome], scoring_s: Mapping[str, float]) -> dict[str, float]:
     """Seconds and tokens.
 
@@ -113,7 +122,10 @@ def throughput_metrics(outcomes: Sequence[StepOutcome], scoring_s: Mapping[str, 
     """
     tokens, row_tokens = sum(each.tokens for each in outcomes), sum(each.row_tokens for each in outcomes)
     gradient_s, apply_s = sum(each.gradient_s for each in outcomes), sum(each.apply_s for each in outcomes)
-    filled = {"throughput/row_fill": tokens / row_tokens} if row_tokens else {}
+    filled: dict[str, float] = {}
+    if row_tokens:
+        all_tokens = sum(each.all_tokens for each in outcomes)
+        filled = {"throughput/row_fill": tokens / row_tokens, "throughput/rows_used": row_tokens / all_tokens}
     return {
         **scoring_s,
         **filled,

@@ -82,7 +82,8 @@ class RunDirectory:
         directory = cls(path)
         if not directory.config_path.is_file():
             raise RunDirectoryError(
-                f"{directory.path} is not a run directory: it has no config.yaml; begin a run there with --run-dir"
+                f"{directory.path} is not a run directory: it has no config.yaml; begin a run there with --run-dir "
+                "(run_dir in Python)"
             )
         for folder in _FOLDERS:
             (directory.path / folder).mkdir(exist_ok=True)
@@ -92,7 +93,7 @@ class RunDirectory:
         if self.path.exists() and not (self.path.is_dir() and all(map(_is_left_by_creation, self.path.iterdir()))):
             raise RunDirectoryError(
                 f"{self.path} exists already and is not overwritten: "
-                "choose another --run-dir, or continue that run with --resume"
+                "choose another --run-dir (run_dir in Python), or continue that run with --resume (resume=True)"
             )
 
     @contextmanager

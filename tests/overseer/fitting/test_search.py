@@ -98,6 +98,15 @@ def test_an_adapter_is_asked_for_where_a_model_may_have_one(config):
         fit(config, "cpu", ["0.5b"], lora=0)
 
 
+def test_another_s_engine_is_not_counted_in_silence(config):
+    changes = {
+        "inference.engine": "openai",
+        "inference.external": {"urls": ["http://127.0.0.1:8000"], "weights": "none"},
+    }
+    with pytest.raises(ConfigError, match="inference.engine is openai: its servers have memory of their own"):
+        fit(penstock.load_config(config, changes), "cpu")
+
+
 def test_where_nothing_helps_that_is_said(config, as_estimated):
     fit_run, tried = as_estimated
     model, compiler = shape_named("7b", config), Compiler(10**9)

@@ -16,14 +16,19 @@ from penstock.model.language.lora import LoraConfig
 from penstock.overseer.component import Settings
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.language.external import ExternalEngine
+from penstock.overseer.language.external_inference import ExternalInference
 from penstock.overseer.language.generation import generate
 from penstock.overseer.language.kind import LanguageKind
-from penstock.overseer.supervisor.messages import Identity
+from penstock.overseer.language.rollout import servers_of
+from penstock.overseer.supervisor.messages import Identity, Membership, Peer
 from penstock.overseer.training import train
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
 from penstock.types import ConfigError, Decoding, RunFailed, WeightVersion
+from penstock.weights import open_broadcaster
 from tests.fakes.vllm_server import FakeVllm
+from tests.overseer.language.test_inference import Around
+from tests.waiting import wait_until
 
 LIMIT_S = 60.0
 ROOT = Path(__file__).parents[3]
@@ -305,6 +310,30 @@ def test_a_run_in_one_process_trains_on_what_the_server_sampled(fake, tmp_path, 
     assert fake.label == "0-3"  # the last version was served, and evaluated
     ledger = json.loads((run / "status.json").read_text())["ledger"]
     assert ledger["trained"] >= 6 and ledger["invalid"] == 0
+
+
+def test_a_component_tells_its_server_once_the_version_is_proven(fake, policy, tmp_path):
+    config = configured("runtime=ray", "weights.fetch_timeout_s=60", urls=[fake.server.url])
+    ctx = Around()
+    role = ExternalInference(ctx, Settings(config, RunDirectory(tmp_path), TOKEN))
+    broadcaster = open_broadcaster(config.weights, "job", TOKEN, str(tmp_path))
+    try:
+        arrays = moved(policy[0], 0.1)
+        broadcaster.publish(WeightVersion(0, 4), arrays)
+        ctx.follow(role, broadcaster)
+        role.start()
+        wait_until(lambda: role.condition().address.get("step") == 4, "a version", LIMIT_S)
+        address = role.condition().address
+        assert address["url"] == fake.server.url and address["digests"] and fake.label == "0-4"
+        learner = Peer(Identity("learner", 0, 0), {"weights": broadcaster.endpoint()})
+        ctx.view = Membership(9, 0, (learner, Peer(Identity("replay", 0, 0), {})))
+        wait_until(lambda: ctx.digests, "digests", LIMIT_S)
+        assert ctx.digests[0] == ("inference-0#0", 0, 4, decoder_digests(arrays))
+        (server,) = servers_of(Membership(10, 0, (Peer(ctx.identity, address),)))
+        assert server.version == WeightVersion(0, 4)
+    finally:
+        role.stop(LIMIT_S)
+        broadcaster.close()
 
 
 # --- launched --------------------------------------------------------------------------------------------------------

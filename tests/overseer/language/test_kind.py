@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from penstock.environments import CatsEnvironment
+from penstock.model.language import save_decoder
 from penstock.model.programs import LazyPrograms, compile_programs, processors_of_process
 from penstock.overseer.component import Settings
 from penstock.overseer.config import lesson_of_worker, rollout_workers
@@ -149,8 +150,14 @@ def test_what_ends_the_training_before_its_last_step_is_told(changes: dict, fact
     assert told == ([f"goal_reached 2 {reason}"] if reason else [])
 
 
-def test_a_learners_programs_are_compiled_while_its_policy_is_drawn_and_never_again():
-    config = tiny({})
+@pytest.mark.parametrize("adapter", [None, {"rank": 2}])
+def test_a_learners_programs_are_compiled_while_its_policy_is_drawn_and_never_again(tmp_path, adapter):
+    changes = {}
+    if adapter is not None:
+        base = LanguageKind().begin(tiny({}))
+        save_decoder(base.policy, tmp_path, base.codec)
+        changes = {"model": {"init": None, "path": str(tmp_path), "lora": adapter}}
+    config = tiny(changes)
     start = LanguageKind().begin(config)
     assert start.begun is not None
     learner = LanguageKind().make_learner(config, start)

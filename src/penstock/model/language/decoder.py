@@ -322,6 +322,11 @@ class Decoder(eqx.Module):
             adapter=Adapter.from_arrays(config, arrays),
         )
 
+    @classmethod
+    def of_shapes(cls, config: ModelConfig) -> "Decoder":
+        """One of `jax.ShapeDtypeStruct`, of no device, in the place of every array."""
+        return jax.eval_shape(lambda: cls.from_arrays(config, _zeros(config)))
+
     @property
     def output_matrix(self) -> Float[Array, "vocab hidden"]:
         """The matrix whose rows score the tokens: the head, or the embedding where tied."""
@@ -426,6 +431,19 @@ def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...], config: M
         writes_residual = name in ("layers.output", "layers.down")
         std = (fan_in * (2 * depth if writes_residual else 1)) ** -0.5
     return rng.standard_normal(shape, np.float32) * np.float32(std)
+
+
+def _zeros(model: ModelConfig) -> dict[str, Array]:
+    """All parameters as `Decoder.from_arrays` takes them: beside an adapter layer by layer."""
+    found: dict[str, Array] = {}
+    for name, shape in model.parameter_shapes().items():
+        first, _, rest = name.partition(".")
+        if model.lora is not None and first == "layers":
+            found |= {f"layers.{i}.{rest}": jnp.zeros(shape[1:], model.dtype) for i in range(shape[0])}
+        else:
+            own = model.lora.dtype if model.lora is not None and name.startswith(ADAPTER) else None
+            found[name] = jnp.zeros(shape, own or model.dtype)
+    return found
 
 
 def named_arrays(decoder: Decoder) -> dict[str, Array]:

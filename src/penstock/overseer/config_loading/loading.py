@@ -446,6 +446,8 @@ PATH_KEYS = (
     "inference.tls_cert",
     "inference.tls_key",
     "inference.tls_ca",
+    "inference.external.api_key_file",
+    "inference.external.weights_dir",
     "weights.url",
     "weights.tls_cert",
     "weights.tls_key",

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
@@ -31,7 +30,6 @@ from penstock.inference.scheduler import SlotTable
 from penstock.learner import Learner, LearnerConfig
 from penstock.model.language import Decoder, ModelConfig
 from penstock.model.language.attention_choice import Platform, attention_kernel, platform_named
-from penstock.model.language.config import ADAPTER
 from penstock.overseer.config import RunConfig
 from penstock.overseer.estimate import base_bytes
 from penstock.overseer.fitting.chips import Chip
@@ -105,8 +103,7 @@ class RunShapes:
         place = place or SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         (device,) = place.device_set
         self._platform: Platform = platform_named(device.platform)
-        decoder = jax.eval_shape(lambda: Decoder.from_arrays(model, _zeros(model)))
-        self.decoder: Decoder = jax.tree.map(lambda leaf: _placed(leaf, place), decoder)
+        self.decoder: Decoder = jax.tree.map(lambda leaf: _placed(leaf, place), Decoder.of_shapes(model))
         self._learner = Learner(self.decoder, _without_directories(config.learner), total_steps=1)
 
     @functools.cached_property
@@ -177,19 +174,6 @@ def _placed(leaf: Any, place: SingleDeviceSharding) -> jax.ShapeDtypeStruct:
     kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
     where = place.with_memory_kind(kind) if kind == "pinned_host" else place
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
-
-def _zeros(model: ModelConfig) -> dict[str, jax.Array]:
-    """All parameters as `Decoder.from_arrays` takes them: beside an adapter layer by layer."""
-    found: dict[str, jax.Array] = {}
-    for name, shape in model.parameter_shapes().items():
-        first, _, rest = name.partition(".")
-        if model.lora is not None and first == "layers":
-            found |= {f"layers.{i}.{rest}": jnp.zeros(shape[1:], model.dtype) for i in range(shape[0])}
-        else:
-            own = model.lora.dtype if model.lora is not None and name.startswith(ADAPTER) else None
-            found[name] = jnp.zeros(shape, own or model.dtype)
-    return found
 
 
 def _without_directories(learner: LearnerConfig) -> LearnerConfig:

@@ -46,8 +46,13 @@ def fit(
         A report, with the smallest change that makes it fit where it does not; of several models or rows a table.
 
     Raises:
-        ConfigError: no such chip, compiler, shape, row length or rank.
+        ConfigError: no such chip, compiler, shape, row length or rank, or the engine is another's.
     """
+    if config.inference.external is not None:
+        raise ConfigError(
+            f"inference.engine is {config.inference.engine}: its servers have memory of their own, which is not known "
+            "here; with inference.engine=builtin inference.external=null learner and Penstock's engine are counted"
+        )
     adaptable = bool(models) or config.model.directory is not None
     if lora is not None and (not adaptable or lora < 1):
         why = (

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -233,6 +233,8 @@ class ExternalEngine:
         self._announce(None)
         self._end(timeout_s)
         shutil.rmtree(self._place, ignore_errors=True)
+        with suppress(OSError):  # another server's versions are there
+            self._place.parent.rmdir()
 
     # --- giving it weights ---------------------------------------------------------------------------------------
 

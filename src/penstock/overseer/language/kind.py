@@ -5,11 +5,8 @@ load → parity probe → evaluate untrained → warm start, probed again → ev
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, final
-
-import jax
 
 from penstock.environments import Environment, load_environment
 from penstock.learner import Learner, LearnerConfig, load_checkpoint
@@ -71,9 +68,7 @@ def _expected_shape(config: RunConfig) -> ModelConfig | None:
 
 def _compiling(model: ModelConfig, config: LearnerConfig) -> LazyPrograms:
     """A learner's programs, being compiled from the shapes of what it will train."""
-    shapes = {name: jax.ShapeDtypeStruct(shape, model.dtype) for name, shape in model.parameter_shapes().items()}
-    decoder = jax.eval_shape(partial(Decoder.from_arrays, model), shapes)
-    learner = Learner(decoder, config, total_steps=1)
+    learner = Learner(Decoder.of_shapes(model), config, total_steps=1)
     programs = LazyPrograms(learner.programs(), lambda told: None)
     programs.compile()
     return programs
