@@ -217,11 +217,11 @@ class FaultyEngine(InferenceEngine):
 
 def make_inference(ctx: Any, settings: Mapping[str, Any]) -> Any:
     """Factory of an inference server whose engine has the fault that its environment names."""
-    from penstock.overseer.language import inference
+    from penstock.overseer.language import inference, kind
 
     fault, _, first = os.environ[VARIABLE].rpartition(":")
     with mock.patch.object(inference, "InferenceEngine", functools.partial(FaultyEngine, fault, int(first))):
-        return inference.make_inference(ctx, settings)
+        return kind.make_inference(ctx, settings)
 
 
 @contextmanager

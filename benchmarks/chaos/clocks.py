@@ -20,7 +20,7 @@ FACTORIES = {
     "learner": "penstock.overseer.language.kind:make_learner",
     "replay": "penstock.overseer.language.replay:make_replay",
     "curriculum": "penstock.overseer.language.replay:make_curriculum",
-    "inference": "penstock.overseer.language.inference:make_inference",
+    "inference": "penstock.overseer.language.kind:make_inference",
     "rollout": "penstock.overseer.language.rollout:make_rollout",
     "evaluator": "penstock.overseer.language.evaluator:make_evaluator",
 }

@@ -32,10 +32,10 @@ class StaleEngine(InferenceEngine):
 
 
 def make_inference(ctx: Any, settings: Mapping[str, Any]) -> Any:
-    from penstock.overseer.language import inference
+    from penstock.overseer.language import inference, kind
 
     with mock.patch.object(inference, "InferenceEngine", StaleEngine):
-        return inference.make_inference(ctx, settings)
+        return kind.make_inference(ctx, settings)
 
 
 def train(run_dir: Path, *words: str) -> None:
