@@ -21,7 +21,7 @@ from penstock.overseer.supervision import Overseer, ThreadGroup
 from penstock.overseer.supervisor.supervisor import Supervisor
 from penstock.overseer.tasks import SupervisedTasks
 from penstock.overseer.terminal import Progress, TerminalView
-from penstock.rundir import RunDirectory
+from penstock.rundir import RunDirectory, read_metrics
 
 ROLLOUT_WORKERS, INFERENCE_SERVERS = 3, 2
 HEARTBEAT_TIMEOUT_S = 8.0
@@ -71,7 +71,7 @@ class Run:
         config: Its own.
         conductor: Takes it through its phases.
         supervisor: Knows who lives.
-        progress: What the terminal would show; a reward for every update that was ever made.
+        progress: What the terminal would show.
         oversee: Runs it to its end; in the main thread.
         ended: Set when that returned, or raised.
     """
@@ -92,12 +92,16 @@ class Run:
     @property
     def updates(self) -> int:
         """So many were made, those that were undone by a rewind counted too."""
-        return len(self.progress.rewards)
+        return len(self._rewards())
 
     def reward(self, updates: int) -> float:
         """Mean over the last so many; 0 where there were fewer."""
-        last = self.progress.rewards[-updates:]
+        last = self._rewards()[-updates:]
         return sum(last) / updates if len(last) == updates else 0.0
+
+    def _rewards(self) -> list[float]:
+        rows = read_metrics(self.directory.metrics_path) if self.directory.metrics_path.exists() else []
+        return [row["train/reward_mean"] for row in rows if "train/reward_mean" in row]
 
 
 @contextmanager
