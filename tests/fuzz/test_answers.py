@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tests.fuzz.fuzzing import COUNTS, ODD, damaged, fuzz, json_bytes
 
-from penstock.inference.codec import requests_of
+from penstock.inference.codec import PenstockDialect
 from penstock.inference.server_pool import HttpReply, RetryableFailure, ServerFault, result_of
 from penstock.text import Tokenizer
 from penstock.types import ConfigError, Decoding, EnvironmentFailure, GenerationCall
@@ -29,7 +29,7 @@ GOOD = {"id": "a", "object": "text_completion", "choices": [choice(index, index 
 @pytest.fixture(scope="module")
 def request_():
     call = GenerationCall(PROMPTS, N, Decoding(stop_strings=("zz", "\n")), (1, 2))
-    (request,) = requests_of(call, Tokenizer.load("penstock"), "tiny", None, None)
+    (request,) = PenstockDialect().requests(call, Tokenizer.load("penstock"), "tiny", None, None)
     return request
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.inference import codec as module
-from penstock.inference.codec import MalformedAnswer, largest_body_bytes, requests_of
+from penstock.inference.codec import MalformedAnswer, PenstockDialect, largest_body_bytes
 from penstock.inference.routing import PinnedServer
 from penstock.inference.sequence import LONGEST_STOP_STRING, MOST_STOP_STRINGS
 from penstock.types import Decoding, EnvironmentFailure, GenerationCall, WeightVersion
@@ -29,7 +29,7 @@ def choice(index, text="x", **changes):
 
 
 def test_a_request_says_everything_that_is_asked_for(codec):
-    (request,) = requests_of(
+    (request,) = PenstockDialect().requests(
         call(temperature=0.7, top_k=5, top_p=0.9, max_output_tokens=30, stop_strings=("x", "y"), min_p=0.1), codec,
         "policy", "talk", PinnedServer("inference-1"), WeightVersion(2, 40),
     )  # fmt: skip
@@ -43,7 +43,7 @@ def test_a_request_says_everything_that_is_asked_for(codec):
 
 
 def test_stop_tokens_of_the_call_win_over_the_tokenizers(codec):
-    (request,) = requests_of(call(stop_token_ids=(7, 9)), codec, "policy", None, None)
+    (request,) = PenstockDialect().requests(call(stop_token_ids=(7, 9)), codec, "policy", None, None)
     assert json.loads(request.body)["stop_token_ids"] == [7, 9] and "least_weights" not in json.loads(request.body)
 
 
@@ -51,18 +51,18 @@ def test_a_large_call_goes_in_several_requests(codec, monkeypatch):
     monkeypatch.setattr(module, "REQUEST_TOKENS", 50)
     sizes = [1, 1, 45, 60, 1]
     large = call(["a" * size for size in sizes], 1, range(5), max_output_tokens=4)
-    requests = requests_of(large, codec, "policy", None, None)
+    requests = PenstockDialect().requests(large, codec, "policy", None, None)
     assert [[len(p) for p in json.loads(r.body)["prompt"]] for r in requests] == [[1, 1], [45], [60], [1]]
     assert [json.loads(r.body)["seeds"] for r in requests] == [[0, 1], [2], [3], [4]]
     assert [r.tokens for r in requests] == [10, 49, 64, 5]
     monkeypatch.setattr(module, "REQUEST_RESPONSES", 4)
-    few = requests_of(call(["a"] * 5, 2, range(5), max_output_tokens=1), codec, "policy", None, None)
+    few = PenstockDialect().requests(call(["a"] * 5, 2, range(5), max_output_tokens=1), codec, "policy", None, None)
     assert [len(json.loads(r.body)["prompt"]) for r in few] == [2, 2, 1]
 
 
 def test_an_answer_becomes_completions_in_order(codec):
     asked = call(stop_strings=("!",))
-    (request,) = requests_of(asked, codec, "policy", None, None)
+    (request,) = PenstockDialect().requests(asked, codec, "policy", None, None)
     exact = np.float32(-1 / 3)
     choices = [
         choice(0, "hi!?"),
@@ -85,7 +85,7 @@ def test_an_answer_becomes_completions_in_order(codec):
 
 
 def test_a_logprob_that_is_not_finite_stays_so(codec):
-    (request,) = requests_of(call(["a"], 1, [1]), codec, "policy", None, None)
+    (request,) = PenstockDialect().requests(call(["a"], 1, [1]), codec, "policy", None, None)
     answer = {"choices": [choice(0, "ab", token_logprobs=[None, -1])]}
     ((completion,),) = request.read(json.dumps(answer).encode())
     assert np.isnan(completion.response_logprobs).tolist() == [True, False]
@@ -117,7 +117,7 @@ def test_a_logprob_that_is_not_finite_stays_so(codec):
     ],
 )
 def test_an_answer_that_does_not_fit_is_refused(codec, change, said):
-    (request,) = requests_of(call(["a"], 1, [1]), codec, "policy", None, None)
+    (request,) = PenstockDialect().requests(call(["a"], 1, [1]), codec, "policy", None, None)
     with pytest.raises(MalformedAnswer, match=said):
         request.read(json.dumps({"choices": [choice(0) | change]}).encode())
 
@@ -125,7 +125,7 @@ def test_an_answer_that_does_not_fit_is_refused(codec, change, said):
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"{}", b'{"choices": 5}', b'{"choices": [[]]}',
                                      b'{"choices": []}', b'{"choices": [5]}', b"[" * 100_000, b"\xff\xfe"])  # fmt: skip
 def test_what_is_no_answer_is_refused(codec, content):
-    (request,) = requests_of(call(["a"], 1, [1]), codec, "policy", None, None)
+    (request,) = PenstockDialect().requests(call(["a"], 1, [1]), codec, "policy", None, None)
     with pytest.raises(MalformedAnswer):
         request.read(content)
 
@@ -139,7 +139,7 @@ json_values = st.recursive(
 
 @given(name=st.sampled_from(sorted(choice(0))), value=json_values)
 def test_any_value_in_any_place_is_read_or_refused(codec, name, value):
-    (request,) = requests_of(call(["a"], 1, [1]), codec, "policy", None, None)
+    (request,) = PenstockDialect().requests(call(["a"], 1, [1]), codec, "policy", None, None)
     content = json.dumps({"choices": [choice(0) | {name: value}]}).encode()
     try:
         ((completion,),) = request.read(content)
@@ -151,12 +151,12 @@ def test_any_value_in_any_place_is_read_or_refused(codec, name, value):
 @pytest.mark.parametrize("bad", [np.zeros(2), np.zeros((1, 2), np.int32), np.zeros(2, np.int64)])
 def test_a_prompt_must_be_int32(codec, bad):
     with pytest.raises(EnvironmentFailure, match="must be int32"):
-        requests_of(GenerationCall([bad], 1, Decoding(), [1]), codec, "policy", None, None)
+        PenstockDialect().requests(GenerationCall([bad], 1, Decoding(), [1]), codec, "policy", None, None)
 
 
 def test_a_prompt_without_a_seed_is_a_mistake(codec):
     with pytest.raises(ValueError, match="2 prompts have 1 seeds"):
-        requests_of(call(seeds=(1,)), codec, "policy", None, None)
+        PenstockDialect().requests(call(seeds=(1,)), codec, "policy", None, None)
 
 
 @pytest.mark.parametrize("max_seq_len", [64, 1024, pytest.param(131_072, marks=pytest.mark.slow)])
@@ -168,15 +168,16 @@ def test_the_largest_round_fits_the_servers_limit(codec, max_seq_len):
         [2**63] * module.REQUEST_RESPONSES,
     )  # fmt: skip
     long = GenerationCall([np.full(max_seq_len, 256, np.int32)] * 40, 4, wide.decoding, [2**63] * 40)
+    newest = WeightVersion(2**31 - 1, 2**31 - 1)
     sizes = [
         len(request.body)
         for call in (wide, long)
-        for request in requests_of(call, codec, "policy", None, None, WeightVersion(2**31 - 1, 2**31 - 1))
+        for request in PenstockDialect().requests(call, codec, "policy", None, None, newest)
     ]
     most = largest_body_bytes(max_seq_len, codec.vocab_size)
     assert max(sizes) <= most < 2 * max(sizes)
 
 
 def test_half_of_a_surrogate_pair_in_a_stop_string_arrives(codec):
-    (request,) = requests_of(call(stop_strings=("\ud800", "\U0001f600")), codec, "policy", None, None)
+    (request,) = PenstockDialect().requests(call(stop_strings=("\ud800", "\U0001f600")), codec, "policy", None, None)
     assert json.loads(request.body)["stop"] == ["\ud800", "\U0001f600"]

@@ -225,7 +225,7 @@ def test_the_largest_request_of_a_run_is_taken(remote, local):
     """Its body is larger than a server without a token would read: 64 stop strings of escaped characters."""
     stops = tuple("\x01" * (LONGEST_STOP_STRING - number) for number in range(MOST_STOP_STRINGS))
     decoding = Decoding(max_output_tokens=2, stop_strings=stops)
-    (request,) = module.requests_of(
+    (request,) = module.PenstockDialect().requests(
         GenerationCall(prompts("a"), 1, decoding, [1]), remote.tokenizer, "policy", None, None
     )
     assert len(request.body) > SMALL_BODY_BYTES

@@ -136,44 +136,19 @@ class PenstockDialect:
         target: PinnedServer | None,
         least: WeightVersion | None = None,
     ) -> list[ServerRequest[list[list[Completion]]]]:
-        """`requests_of`."""
-        return requests_of(call, tokenizer, model, session, target, least)
-
-
-def requests_of(
-    call: GenerationCall,
-    tokenizer: TextCodec,
-    model: str,
-    session: str | None,
-    target: PinnedServer | None,
-    least: WeightVersion | None = None,
-) -> list[ServerRequest[list[list[Completion]]]]:
-    """The requests that serve a call, in the order of its prompts.
-
-    Args:
-        call: What is asked for.
-        tokenizer: The policy's; gives the stop tokens where the call names none, and decodes the texts.
-        model: The servers' name for it.
-        session: See `ServerRequest`.
-        target: See `ServerRequest`.
-        least: A server with an older version of the same lineage does not answer; None: any will do.
-
-    Raises:
-        EnvironmentFailure: a prompt is not int32 [p].
-        ValueError: there are not as many seeds as prompts.
-    """
-    check_call(call)
-    decoding = call.decoding
-    return [
-        ServerRequest(
-            _body(call.prompts[first:end], call.n, decoding, call.seeds[first:end], tokenizer, model, least),
-            _tokens(call, first, end),
-            _Reader(call.prompts[first:end], call.n, decoding.stop_strings, tokenizer),
-            session,
-            target,
-        )
-        for first, end in _portions(call)
-    ]
+        """In the order of the call's prompts, as many to a request as one may have."""
+        check_call(call)
+        decoding = call.decoding
+        return [
+            ServerRequest(
+                _body(call.prompts[first:end], call.n, decoding, call.seeds[first:end], tokenizer, model, least),
+                _tokens(call, first, end),
+                _Reader(call.prompts[first:end], call.n, decoding.stop_strings, tokenizer),
+                session,
+                target,
+            )
+            for first, end in _portions(call)
+        ]
 
 
 def check_call(call: GenerationCall) -> None:
@@ -191,7 +166,7 @@ def check_call(call: GenerationCall) -> None:
 
 
 def largest_body_bytes(max_seq_len: int, vocab_size: int) -> int:
-    """No body that `requests_of` makes for a server with these limits is larger, if the server can serve it at all."""
+    """No body of `PenstockDialect` for a server with these limits is larger, if the server can serve it at all."""
     tokens = max(REQUEST_TOKENS, max_seq_len) * len(f"{vocab_size},")
     return tokens + REQUEST_RESPONSES * PROMPT_BYTES + STOP_BYTES + OTHER_BYTES
 

@@ -11,15 +11,14 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.full_disk import RetriedWrites
 from penstock.overseer.metrics import RolloutMetrics, success_thresholds
 from penstock.overseer.progress import Progress, Sample
-from penstock.overseer.prometheus import PrometheusEndpoint
 from penstock.overseer.results import Results
-from penstock.overseer.simulator_events import failure_in_words, failures_in
 from penstock.rundir import EventLog, MetricsLog, RunDirectory
 from penstock.tracking import conversation_of, make_tracker
 from penstock.types import CompiledProgram, RolloutGroup
 
 if TYPE_CHECKING:
     from penstock.overseer.control_config import FleetRunConfig
+    from penstock.overseer.prometheus import PrometheusEndpoint
 
 SHOWN_EVENTS = frozenset(
     {
@@ -165,9 +164,13 @@ class RunLog:
         return values
 
 
-def _endpoint(config: "RunConfig | FleetRunConfig", directory: RunDirectory) -> PrometheusEndpoint | None:
+def _endpoint(config: "RunConfig | FleetRunConfig", directory: RunDirectory) -> "PrometheusEndpoint | None":
     prometheus = config.tracking.prometheus
-    return None if prometheus is None else PrometheusEndpoint(prometheus, directory.path.resolve().name)
+    if prometheus is None:
+        return None
+    from penstock.overseer.prometheus import PrometheusEndpoint  # a server, of which most runs in a process have none
+
+    return PrometheusEndpoint(prometheus, directory.path.resolve().name)
 
 
 def _in_words(kind: str, fields: Mapping[str, Any]) -> str:
@@ -177,3 +180,35 @@ def _in_words(kind: str, fields: Mapping[str, Any]) -> str:
         given = ", ".join(fields["objects"])
         return f"isolation: none for what was given as a Python object ({given}): it runs in this process"
     return " ".join([kind, *(f"{name}={value}" for name, value in fields.items())])
+
+
+_TOLD_FAILURES = {
+    "simulator_failed": "a simulator failed", "simulator_fault": "a simulator failed",
+    "simulator_quarantined": "a simulator was given up",
+}  # fmt: skip
+
+
+def is_news(kind: str, fields: Mapping[str, Any]) -> bool:
+    """Whether an event of workers and simulators belongs into events.jsonl: all do, but nurseries without troubles."""
+    return kind != "nursery_ready" or bool(fields["troubles"])
+
+
+def failures_in(kind: str, fields: Mapping[str, Any]) -> int:
+    """How many failures of simulators an event tells of: an end of a process, or steps that went wrong without one."""
+    return int(fields["steps"]) if kind == "simulator_fault" else int(kind == "simulator_failed")
+
+
+def failure_in_words(kind: str, fields: Mapping[str, Any]) -> str:
+    """What the user is told at once of such an event, in one line; empty for most."""
+    if kind == "nursery_ready":
+        left = (f"{id}: {_line(text)}" for id, text in fields["troubles"].items() if id != "threads")
+        told = "; ".join(left)
+        return f"not imported ahead of its processes, so each of them imports it: {told}" if told else ""
+    if kind not in _TOLD_FAILURES:
+        return ""
+    reason = "; ".join(_line(fields[name]) for name in ("reason", "limit") if fields.get(name))
+    return f"{_TOLD_FAILURES[kind]} (task {fields.get('task')}): {reason}"
+
+
+def _line(text: object) -> str:
+    return " ".join(str(text).split())

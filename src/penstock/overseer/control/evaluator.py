@@ -31,7 +31,7 @@ from penstock.overseer.control.simulators import OnEvent, evaluation_fleet, open
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.results import BestNews, Results, write_stats
-from penstock.overseer.simulator_events import is_news
+from penstock.overseer.run_log import is_news
 from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.types import (
     NoProgressError,

@@ -24,7 +24,7 @@ from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.results import BestNews, write_stats
-from penstock.overseer.simulator_events import is_news
+from penstock.overseer.run_log import is_news
 from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.overseer.tasks import LocalComponent
 from penstock.overseer.trainer import LearnerComponent

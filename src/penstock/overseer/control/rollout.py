@@ -21,7 +21,7 @@ from penstock.overseer.control.policies import make_policy, make_worker_runner
 from penstock.overseer.control.simulators import filmed_pool, worker_pool
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.simulator_events import is_news
+from penstock.overseer.run_log import is_news
 from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.replay import FRAGMENTS, RemoteSink
 from penstock.types import Spaces, Stopped, UnreachableError, WeightVersion

@@ -1,6 +1,6 @@
 """Which events of simulators are kept, and which the user is told of at once."""
 
-from penstock.overseer.simulator_events import failure_in_words, failures_in, is_news
+from penstock.overseer.run_log import failure_in_words, failures_in, is_news
 
 
 def test_every_life_of_a_simulator_is_kept_and_the_terminal_is_quiet_about_it():
