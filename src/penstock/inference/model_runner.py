@@ -98,9 +98,7 @@ def split_programs(split: "ModelSplit") -> CompiledSteps:
         insert=jax.jit(insert, donate_argnames="cached", out_shardings=cache),
         fork=jax.jit(fork, donate_argnames="cached", out_shardings=cache),
         resize=jax.jit(resize, static_argnames="window", out_shardings=cache),
-        score=jax.jit(
-            score, static_argnames="alternatives", donate_argnames="cache", out_shardings=(cache, whole)
-        ),
+        score=jax.jit(score, static_argnames="alternatives", donate_argnames="cache", out_shardings=(cache, whole)),
     )
 
 

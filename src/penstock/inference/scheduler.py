@@ -491,7 +491,7 @@ class RunningBatch:
         return [response for _, response in ended]
 
     def need_alternatives(self, prompt_tokens: int) -> None:
-        """Has compiled what tells a prompt's first alternatives, unless others make the cache longer. For any thread."""
+        """Has compiled what tells a prompt's first alternatives, beside what runs now. For any thread."""
         begun = self._bucket(prompt_tokens + self._config.steps_per_dispatch)
         self._runner.need_alternatives((begun, max(begun, self._runner.window)))
 

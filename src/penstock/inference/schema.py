@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from penstock.inference.sequence import MOST_STOP_STRINGS
+from penstock.inference.sequence import MOST_ALTERNATIVES, MOST_STOP_STRINGS
 from penstock.types import SAMPLING_FIELDS, Decoding, WeightVersion, fold
 
 LONGEST_MESSAGE = 1000
@@ -99,7 +99,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "add_special_tokens": (False,),
     "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
     "documents": (),
     "chat_template": (),
     "guided_json": (),
@@ -148,6 +147,13 @@ class _Body(_Sampling):
     stop: str | _Listed[str] | None = None
     stop_token_ids: _Listed[int] | None = None
     return_token_ids: bool = False
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
+
+    @model_validator(mode="after")
+    def _whole_answers_only(self) -> "_Body":
+        if self.stream and self.prompt_logprobs is not None:
+            raise _refused("prompt_logprobs", "is not told by streams: leave out it or stream")
+        return self
 
     @property
     def counts_usage(self) -> bool:
@@ -171,9 +177,27 @@ class CompletionBody(_Body):
 
     prompt: str | _Listed[str] | _Listed[int] | _Listed[_Listed[int]]
     max_tokens: int = 16
-    logprobs: int | None = Field(default=None, ge=0, le=1)
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
+    echo: bool = False
     seeds: _Listed[int] | None = None
     least_weights: _Listed[int] | None = Field(default=None, min_length=2, max_length=2)
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> "CompletionBody":
+        if self.max_tokens == 0 and not self.only_scores:
+            raise _refused("max_tokens", "is 0, which goes with echo or prompt_logprobs only: ask for at least one")
+        return self
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether nothing is sampled."""
+        return self.max_tokens == 0 and (self.echo or self.prompt_logprobs is not None)
+
+    @property
+    def scored(self) -> int | None:
+        """How many alternatives are told beside each token of the prompts; None where these are not scored."""
+        told = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((each for each in told if each is not None), default=None)
 
     def is_ahead_of(self, version: WeightVersion) -> bool:
         """Whether `least_weights`, a lineage and a step, asks for newer weights than these of the same lineage."""
@@ -294,7 +318,14 @@ class ChatBody(_Body, _Conversation):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
     tool_choice: str | dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _beside_what(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise _refused("top_logprobs", "goes with logprobs: true only: give both or none")
+        return self
 
     @property
     def reads_calls(self) -> bool:
@@ -426,6 +457,11 @@ def folded_seeds(seed: int | None, prompts: int) -> list[int]:
     """A seed for each prompt, derived from one; from none that anybody knows where there is none."""
     root = secrets.randbits(63) if seed is None else seed
     return [fold(root, i) for i in range(prompts)]
+
+
+def _refused(name: str, why: str) -> ApiError:
+    """Of a value that does not go with others."""
+    return ApiError(400, f"{name} {why}", name, "invalid_value")
 
 
 def _unsupported(name: str) -> str:

@@ -212,3 +212,9 @@ class Completion:
     engine: str = ""
     finished_s: float | None = None
     alternatives: Alternatives | None = None
+
+    @classmethod
+    def empty(cls, prompt: np.ndarray, version: WeightVersion) -> "Completion":
+        """No token after that prompt, where none was asked for; of the version that serves."""
+        nothing, none = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        return cls(prompt, nothing, none, nothing, version.step, version.lineage, "", "length")
