@@ -72,7 +72,7 @@ class AnswerForm:
             log-probabilities.
         token_ids: Whether each choice has all that the engine recorded.
         ids_as_tokens: Whether tokens are called ``token_id:<id>`` instead of by their text.
-        tools: Whether calls of tools are read out of the text.
+        tools: How many calls of tools are read out of the text; what is beyond is not told.
     """
 
     tokenizer: TextCodec
@@ -82,7 +82,7 @@ class AnswerForm:
     logprobs: int | None = None
     token_ids: bool = False
     ids_as_tokens: bool = False
-    tools: bool = False
+    tools: int = 0
 
     def answer(
         self, groups: Sequence[Sequence[Completion]], prompts: Sequence[PromptForm] | None = None
@@ -164,7 +164,7 @@ class AnswerForm:
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
             }
-            for call in found
+            for call in found[: self.tools]
         ]
 
     def _entries(
@@ -332,7 +332,7 @@ class AnswerStream:
     def __init__(self, form: AnswerForm, prompts: Sequence[PromptForm], with_usage: bool) -> None:
         self._form, self._with_usage = form, with_usage
         self._prompts = prompts
-        self._texts = [TextStream(form.tokenizer, form.stop, form.tools) for _ in prompts]
+        self._texts = [TextStream(form.tokenizer, form.stop, form.tools > 0) for _ in prompts]
         self._envelope = form.envelope(streamed=True)
 
     def begin(self) -> Iterator[bytes]:
@@ -344,7 +344,7 @@ class AnswerStream:
             for index in range(len(self._texts)):
                 yield self._event({"index": index, "delta": {"role": "assistant", "content": ""}, **_OPEN})
 
-    def add(self, index: int, *sampled: *Sampled) -> bytes:
+    def add(self, index: int, sampled: Sampled) -> bytes:
         """A dispatch's tokens of choice `index`; empty where there is nothing to tell of them yet."""
         text = self._texts[index]
         offset = text.told + len(self._prompts[index].echo or "")

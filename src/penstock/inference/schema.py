@@ -82,6 +82,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -111,8 +112,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Parameters that are accepted only with these values (or null), which ask for nothing."""
 
-IGNORED = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"})
+IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"}
+)
 """Parameters that do not change what is generated."""
+
+IDLE_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "type": ("text", "message"),
+    "refusal": ("",),
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "reasoning_content": ("",),
+}
+"""Fields of messages that other servers' answers have, and that clients send back: taken with these values, or null."""
 
 MOST_RESPONSES = 4096
 """Of one request, over all its prompts."""
@@ -254,6 +267,14 @@ class ChatMessage(BaseModel):
     tool_calls: _Listed[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_idle_fields(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        idle = {name for name in given if name in IDLE_IN_MESSAGES and given[name] in IDLE_IN_MESSAGES[name]}
+        return {name: value for name, value in given.items() if value is not None and name not in idle}
+
     @model_validator(mode="after")
     def _says_something(self) -> "ChatMessage":
         if self.content is None and not self.tool_calls:
@@ -320,6 +341,7 @@ class ChatBody(_Body, _Conversation):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def _beside_what(self) -> "ChatBody":
@@ -328,8 +350,8 @@ class ChatBody(_Body, _Conversation):
         return self
 
     @property
-    def reads_calls(self) -> bool:
-        """Whether calls of tools are read out of the answer.
+    def most_calls(self) -> int:
+        """Calls of tools that are read out of the answer.
 
         Raises:
             ApiError: status 400: a call is demanded, which nothing here can force.
@@ -337,7 +359,9 @@ class ChatBody(_Body, _Conversation):
         if self.tool_choice not in (None, "auto", "none"):
             message = "tool_choice can be auto or none: this server forces no calls; leave it out"
             raise ApiError(400, message, "tool_choice", "unsupported_parameter")
-        return bool(self.tools) and self.tool_choice != "none"
+        if not self.tools or self.tool_choice == "none":
+            return 0
+        return MOST_ENTRIES if self.parallel_tool_calls else 1
 
 
 class DetokenizeBody(BaseModel):
@@ -391,6 +415,7 @@ def read_body(kind: type[_Read], content: bytes, max_seq_len: int) -> _Read:
     if not isinstance(parsed, dict):
         raise ApiError(400, "the body must be a JSON object")
     wanted = {name: value for name, value in parsed.items() if name not in IGNORED}
+    wanted = {name: value for name, value in wanted.items() if value is not None or name not in kind.model_fields}
     for name in [name for name in wanted if name not in kind.model_fields]:
         _refuse_unless_neutral(name, wanted.pop(name))
     _count_entries(wanted, max_seq_len)
@@ -440,7 +465,7 @@ def _count_parts(messages: list[Any]) -> None:
     contents = [message["content"] for message in objects if isinstance(message.get("content"), list)]
     parts = [part for content in contents for part in content]
     _at_most(MOST_ENTRIES, parts, "messages: content")
-    names = len(ChatMessage.model_fields)
+    names = len(ChatMessage.model_fields) + len(IDLE_IN_MESSAGES)
     for each in [*objects, *(part for part in parts if isinstance(part, dict))]:
         if len(each) > names:
             message = f"messages: an object in it has {len(each)} names: at most {names} are known"

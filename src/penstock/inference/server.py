@@ -56,6 +56,7 @@ from penstock.inference.sequence import GenerationRequest
 from penstock.inference.server_pool import MODEL_NAME
 from penstock.model.language import Decoder
 from penstock.types import (
+    Alternatives,
     CheckpointError,
     Completion,
     ConfigError,
@@ -241,7 +242,7 @@ class Api:
         beside = (body.top_logprobs or 0) if body.logprobs else None
         form = AnswerForm(
             self._tokenizer, model, True, decoding.stop_strings, beside,
-            body.return_token_ids, body.return_tokens_as_token_ids, body.reads_calls,
+            body.return_token_ids, body.return_tokens_as_token_ids, body.most_calls,
         )  # fmt: skip
         asked = [GenerationRequest(prompt, decoding, folded_seeds(body.seed, 1)[0], body.n, alternatives=beside or 0)]
         told = await self._scored(request, asked, body.prompt_logprobs, body.prompt_logprobs)
@@ -483,10 +484,17 @@ LONGEST_VERSION = 19
 """In characters: lineage and step are below 2**31."""
 
 
-def _tell(tell: Callable[[tuple[int, Sampled]], object], first: int, index: int, *sampled: *Sampled) -> None:
+def _tell(
+    tell: Callable[[tuple[int, Sampled]], object],
+    first: int,
+    index: int,
+    tokens: list[int],
+    logprobs: list[float],
+    beside: Alternatives | None,
+) -> None:
     """Tells what a dispatch gave a choice; called by the engine's thread."""
     with suppress(RuntimeError):  # the event loop is closed: nobody listens any more
-        tell((first + index, sampled))
+        tell((first + index, (tokens, logprobs, beside)))
 
 
 async def _events(
@@ -504,7 +512,7 @@ async def _events(
         for begun in stream.begin():
             yield begun
         while (dispatched := await asyncio.wait_for(dispatches.get(), limit - loop.time())) is not None:
-            if told := stream.add(dispatched[0], *dispatched[1]):
+            if told := stream.add(*dispatched):
                 yield told
         with _engines_errors():
             groups = _complete(whole.result())
