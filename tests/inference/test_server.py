@@ -241,7 +241,7 @@ def test_tokenize_and_health(raw):
         ({"logprobs": 21}, 400, "logprobs", "less than or equal to 20"),
         ({"prompt_logprobs": -1}, 400, "prompt_logprobs", "greater than or equal to 0"),
         ({"prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs", "is not told by streams"),
-        ({"prompt": "x" * 65, "echo": True, "logprobs": 1, "max_tokens": 0}, 400, None, "max_seq_len is 64"),
+        ({"prompt": "x" * 65, "echo": True, "logprobs": 1, "max_tokens": 0}, 400, None, "more than 64 tokens"),
         ({"prompt": "x" * 64}, 400, None, "leaves no room"),
         ({"prompt": []}, 400, "prompt", "at least one"),
         ({"prompt": [1 << 40]}, 400, "prompt", "32 bits"),
