@@ -321,6 +321,17 @@ def refuse_idle_course(optimizer: OptimizerConfig) -> None:
         refuse_idle(optimizer, ("final_fraction",), "schedule is 'constant'", at="optimizer.")
 
 
+KEPT_SOFTMAX_BYTES = 2**28
+
+
+def keeps_softmax(remat: Remat, platform: Platform, tokens: int, vocabulary: int) -> bool:
+    """Whether the head's softmax is kept for the backward pass: with products, on CPUs, where it is not too large.
+
+    Chips multiply faster than they would write and read it.
+    """
+    return platform == "cpu" and remat in ("none", "products") and 4 * tokens * vocabulary <= KEPT_SOFTMAX_BYTES
+
+
 class LearnerConfig(FrozenConfig, frozen=True):
     """The learner.
 
