@@ -360,7 +360,8 @@ class LearnerConfig(FrozenConfig, frozen=True):
         remat: What is kept of each layer for the backward pass, which computes the rest again. ``layer``: its input
             alone, which costs a CPU next to nothing, because memory that is not touched is not paged in either;
             ``offload``: that in the host's memory, where the chip has its own; ``products``: the results of its matrix
-            products; ``none``: everything. (``true`` and ``false`` of before are ``layer`` and ``products``.)
+            products, on CPUs the head's softmax, too; ``none``: everything. (``true`` and ``false`` of before are
+            ``layer`` and ``products``.)
         head_tile_tokens: Tokens whose scores over the vocabulary exist at the same time; None: 256 on a CPU, 1024 on a
             GPU or TPU.
         parity: How engines and learner are held to the same log-probabilities.
