@@ -23,9 +23,8 @@ from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_worker
 from penstock.overseer.estimate import model_shape
 from penstock.overseer.kind import VALUES, Factories, LearnerTasks, RunStart, check_kept, make_spec
 from penstock.overseer.language.evaluator import make_evaluator, metrics_of
-from penstock.overseer.language.external_inference import ExternalInference
 from penstock.overseer.language.given import GivenObjects
-from penstock.overseer.language.inference import InferenceRole, ServingRole
+from penstock.overseer.language.inference import ExternalInference, InferenceRole, ServingRole
 from penstock.overseer.language.local import local_components
 from penstock.overseer.language.preparation import Preparation
 from penstock.overseer.language.replay import make_curriculum, make_replay, problem_rules
