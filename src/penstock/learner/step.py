@@ -466,7 +466,7 @@ def scorer(options: ForwardOptions) -> Any:
     def score(decoder: Decoder, batch: MicroBatch) -> Array:
         return head_outputs(decoder, batch, options).logprobs
 
-    return jax.jit(score)
+    return jax.jit(score, compiler_options=light_compilation(options.platform, options.dtype))
 
 
 @cache
