@@ -80,6 +80,24 @@ ORDER BY list_position($groups, s.g)
 """
 
 
+# Which groups first, by few numbers of each; then what is shown of those.
+_BARS = """
+WITH ended AS (
+    SELECT r.g, greatest(max(r.time), coalesce(max(r.ended), 0)) AS at FROM rollouts r JOIN groups g USING (g)
+    WHERE g.evaluation IS NULL GROUP BY r.g
+    HAVING ($low IS NULL OR at >= $low)
+       AND ($high IS NULL OR coalesce(any_value(g.admitted), min(r.time)) <= $high)
+    ORDER BY at DESC LIMIT $most
+)
+SELECT g.group_id, g.lesson, any_value(g.admitted) AS admitted, min(r.time - r.seconds) AS began,
+       max(r.time) AS finished, max(r.ended) AS ended, any_value(r.worker) AS worker, avg(r.reward) AS reward,
+       max(r.step) AS step, list_sort(list_distinct(list(coalesce(r.state, 'waiting')))) AS states,
+       sum(r.tokens)::BIGINT AS tokens, min(r.weight_step) AS oldest
+FROM rollouts r JOIN ended e USING (g) JOIN groups g USING (g)
+GROUP BY g.group_id, g.lesson ORDER BY any_value(e.at) DESC
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupQuery:
     """Which groups, and in which order.
@@ -236,18 +254,7 @@ def timeline(run: ObservedRun, words: Mapping[str, str]) -> dict[str, Any]:
         """SELECT min(coalesce(g.admitted, r.time - r.seconds)) AS first, max(greatest(r.time, r.ended)) AS last
         FROM rollouts r JOIN groups g USING (g) WHERE g.evaluation IS NULL"""
     )[0]
-    rows = run.index.rows(
-        """SELECT g.group_id, g.lesson, any_value(g.admitted) AS admitted, min(r.time - r.seconds) AS began,
-               max(r.time) AS finished, max(r.ended) AS ended, any_value(r.worker) AS worker, avg(r.reward) AS reward,
-               max(r.step) AS step, list_sort(list_distinct(list(coalesce(r.state, 'waiting')))) AS states,
-               sum(r.tokens)::BIGINT AS tokens, min(r.weight_step) AS oldest
-        FROM rollouts r JOIN groups g USING (g) WHERE g.evaluation IS NULL
-        GROUP BY g.group_id, g.lesson
-        HAVING ($low IS NULL OR greatest(max(r.time), coalesce(max(r.ended), 0)) >= $low)
-           AND ($high IS NULL OR coalesce(any_value(g.admitted), min(r.time)) <= $high)
-        ORDER BY greatest(max(r.time), coalesce(max(r.ended), 0)) DESC LIMIT $most""",
-        {"low": low, "high": high, "most": MOST_BARS},
-    )
+    rows = run.index.rows(_BARS, {"low": low, "high": high, "most": MOST_BARS})
     steps, _, times = run.curves.series("train/loss")
     swaps = [[int(step), round(float(time), 3)] for step, time in zip(steps, times, strict=True)]
     first = min((row["admitted"] or row["began"] or row["finished"] or 0.0 for row in rows), default=0.0)

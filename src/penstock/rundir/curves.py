@@ -43,9 +43,7 @@ class _Rows:
             name: np.concatenate([self.values.get(name, none[0]), later.values.get(name, none[1])])
             for name in self.values | later.values
         }
-        return _Rows(
-            np.concatenate([self.steps, later.steps]), np.concatenate([self.times, later.times]), values
-        )
+        return _Rows(np.concatenate([self.steps, later.steps]), np.concatenate([self.times, later.times]), values)
 
 
 class Curves:

@@ -475,6 +475,7 @@ class RolloutBatchStats:
         prompts: For each of them the key of its problem: answers to one problem are no independent draws.
         metrics: The environment's own metrics.
         failure: Why there are no rollouts; empty where there are some.
+        reports: Whether the problems were those that are kept apart for reports, from which nothing is decided.
     """
 
     lesson_id: str
@@ -489,6 +490,7 @@ class RolloutBatchStats:
     prompts: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     failure: str = ""
+    reports: bool = False
 
     @classmethod
     def failed(cls, lesson_id: str, reason: str) -> Self:
