@@ -57,7 +57,7 @@ def test_pages_are_listed_row_by_row():
 
 
 @pytest.mark.parametrize("window", [None, 100, 3])
-@pytest.mark.parametrize("length", [300, 256, 90])
+@pytest.mark.parametrize("length", [300, pytest.param(256, marks=pytest.mark.slow), 90])
 def test_pages_give_what_the_whole_cache_gives(window, length):
     rng = np.random.default_rng(length)
     keys, values = (jnp.asarray(rng.normal(size=(5, 2, length, 8)), jnp.float32) for _ in range(2))
