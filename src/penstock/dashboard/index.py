@@ -45,7 +45,7 @@ LOG_BYTES = 4 << 20
 FILES = 64
 """At most so many files are entered at once."""
 PORTION_BYTES = 4 << 20
-MEMORY = "160MB"
+MEMORY = "96MB"
 THREADS = 2
 
 _TABLES = """
@@ -396,7 +396,9 @@ def _connected(path: Path | None) -> duckdb.DuckDBPyConnection:
                 raise
             path.unlink()
             continue
-        connection.execute(f"SET memory_limit = '{MEMORY}'; SET threads = {THREADS}; SET temp_directory = ''")
+        connection.execute(f"SET memory_limit = '{MEMORY}'; SET threads = {THREADS}")
+        spill = "" if path is None else f"{path}.spill".replace("'", "''")  # used by queries of very many rows
+        connection.execute(f"SET temp_directory = '{spill}'; SET max_temp_directory_size = '2GB'")
         connection.execute("SET enable_external_access = false; SET python_enable_replacements = false")
         connection.execute("SET preserve_insertion_order = true")
         if not connection.execute("SELECT 1 FROM duckdb_tables()").fetchall():

@@ -82,19 +82,20 @@ ORDER BY list_position($groups, s.g)
 
 # Which groups first, by few numbers of each; then what is shown of those.
 _BARS = """
-WITH ended AS (
-    SELECT r.g, greatest(max(r.time), coalesce(max(r.ended), 0)) AS at FROM rollouts r JOIN groups g USING (g)
-    WHERE g.evaluation IS NULL GROUP BY r.g
-    HAVING ($low IS NULL OR at >= $low)
-       AND ($high IS NULL OR coalesce(any_value(g.admitted), min(r.time)) <= $high)
-    ORDER BY at DESC LIMIT $most
+WITH lives AS (
+    SELECT r.g, greatest(max(r.time), coalesce(max(r.ended), 0)) AS over,
+           coalesce(any_value(g.admitted), min(r.time)) AS begun
+    FROM rollouts r JOIN groups g USING (g) WHERE g.evaluation IS NULL GROUP BY r.g
+), chosen AS (
+    SELECT g, over FROM lives WHERE ($low IS NULL OR over >= $low) AND ($high IS NULL OR begun <= $high)
+    ORDER BY over DESC LIMIT $most
 )
 SELECT g.group_id, g.lesson, any_value(g.admitted) AS admitted, min(r.time - r.seconds) AS began,
        max(r.time) AS finished, max(r.ended) AS ended, any_value(r.worker) AS worker, avg(r.reward) AS reward,
        max(r.step) AS step, list_sort(list_distinct(list(coalesce(r.state, 'waiting')))) AS states,
        sum(r.tokens)::BIGINT AS tokens, min(r.weight_step) AS oldest
-FROM rollouts r JOIN ended e USING (g) JOIN groups g USING (g)
-GROUP BY g.group_id, g.lesson ORDER BY any_value(e.at) DESC
+FROM rollouts r JOIN chosen c USING (g) JOIN groups g USING (g)
+GROUP BY g.group_id, g.lesson ORDER BY any_value(c.over) DESC
 """
 
 
