@@ -380,6 +380,7 @@ def _conversation(record: RolloutRecord, uses: Sequence[BatchUse], text: TokenTe
         "prompt_tokens": prompt,
         "sampled": rollout.sampled_tokens,
         "timings": dict(record.timings),
+        "rewards_by_function": [list(pair) for pair in rollout.rewards_by_function],
         "decoding": {"temperature": decoding.temperature, "max_output_tokens": decoding.max_output_tokens,
                      **{name: value for name, value in decoding.truncation.items()}},
         "uses": [[use.step, use.lineage, use.advantage(rollout.response_mask)] for use in uses],
