@@ -32,8 +32,8 @@ from penstock.inference.sequence import (
     check_request,
     check_scoring,
 )
-from penstock.model.language import Decoder
-from penstock.model.programs import LazyPrograms
+from penstock.model.language import Decoder, ModelConfig
+from penstock.model.programs import LazyPrograms, Programs
 from penstock.types import (
     CompiledProgram,
     Completion,
@@ -64,13 +64,20 @@ class InferenceEngine:
         tokenizer: Stop tokens, and the text of responses.
         config: Shapes and limits.
         name: Said by every completion; unique in the run, so that a replaced server is another one.
+        begun: Has `first_programs` compiled already, or begun; for an engine that is started lazily.
 
     Raises:
         ConfigError: the sequence length exceeds what the model is meant for.
     """
 
     def __init__(
-        self, decoder: Decoder, version: WeightVersion, tokenizer: TextCodec, config: EngineConfig, name: str = ""
+        self,
+        decoder: Decoder,
+        version: WeightVersion,
+        tokenizer: TextCodec,
+        config: EngineConfig,
+        name: str = "",
+        begun: LazyPrograms | None = None,
     ) -> None:
         _check_length(decoder, config)
         self._tokenizer, self._config, self._name = tokenizer, config, name
@@ -86,6 +93,7 @@ class InferenceEngine:
         self._open_responses, self._fresh_start = 0, False
         self._compiled: list[CompiledProgram] = []
         self._lazily, self._rest_asked = False, False
+        self._begun = begun
         self._programs: LazyPrograms | None = None
         self._ready, self._stopping = False, False
         self._failure: BaseException | None = None
@@ -93,6 +101,11 @@ class InferenceEngine:
         self._pause: PauseMode | None = None
         self._paused, self._recompute = False, False
         self._thread = threading.Thread(target=self._run, name="inference-engine", daemon=True)
+
+    @staticmethod
+    def first_programs(model: ModelConfig, config: EngineConfig) -> Programs:
+        """What an engine for such a model needs first that is started lazily, from shapes alone; none over devices."""
+        return RunningBatch(Decoder.of_shapes(model), config, ThroughputMeter()).first_programs()
 
     @property
     def config(self) -> EngineConfig:
@@ -423,7 +436,7 @@ class InferenceEngine:
             self._fail(error)
 
     def _begin(self) -> bool:
-        programs = self._batch.begin(self._note_compiled)
+        programs = self._batch.begin(self._note_compiled, self._begun)
         with self._changed:
             self._programs = programs
         return programs is not None

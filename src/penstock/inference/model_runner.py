@@ -49,10 +49,11 @@ from penstock.inference.decoding import (
 )
 from penstock.inference.dispatch import HostRows, HostSamples, SlotRows, to_device, to_host
 from penstock.inference.sequence import MOST_ALTERNATIVES
+from penstock.model.arrays import are_shapes
 from penstock.model.language import Decoder, ModelConfig
 from penstock.model.language.attention import page_positions
 from penstock.model.language.attention_choice import AttentionKernel, Platform, attention_kernel, platform_named
-from penstock.model.programs import LazyPrograms, Programs, choose_cache, compile_programs
+from penstock.model.programs import LazyPrograms, Programs, choose_cache, compile_programs, light_compilation
 from penstock.types import CompiledProgram, ConfigError
 
 
@@ -69,16 +70,28 @@ class CompiledSteps(NamedTuple):
     score: Callable[..., Any]
 
 
-ONE_DEVICE = CompiledSteps(
-    create=create_cache,
-    decode=jax.jit(decode, static_argnames=("steps", "kernel", "alternatives"), donate_argnames="cache"),
-    prefill=jax.jit(prefill, static_argnames="kernel"),
-    extend=jax.jit(extend, donate_argnames="cache"),
-    insert=jax.jit(insert, donate_argnames="cached"),
-    fork=jax.jit(fork, donate_argnames="cached"),
-    resize=jax.jit(resize, static_argnames="window"),
-    score=jax.jit(score, static_argnames="alternatives", donate_argnames="cache"),
-)
+def _on_one_device(options: Any = None) -> CompiledSteps:
+    jit = functools.partial(jax.jit, compiler_options=options)
+    return CompiledSteps(
+        create=create_cache,
+        decode=jit(decode, static_argnames=("steps", "kernel", "alternatives"), donate_argnames="cache"),
+        prefill=jit(prefill, static_argnames="kernel"),
+        extend=jit(extend, donate_argnames="cache"),
+        insert=jit(insert, donate_argnames="cached"),
+        fork=jit(fork, donate_argnames="cached"),
+        resize=jit(resize, static_argnames="window"),
+        score=jit(score, static_argnames="alternatives", donate_argnames="cache"),
+    )
+
+
+ONE_DEVICE = _on_one_device()
+
+
+@functools.cache
+def light_programs(platform: str, dtype: str) -> CompiledSteps:
+    """Those of one device, sooner compiled where `light_compilation` can be."""
+    options = light_compilation(platform, dtype, newer_fusions=True)
+    return ONE_DEVICE if options is None else _on_one_device(options)
 
 
 @functools.cache
@@ -216,7 +229,7 @@ class ModelRunner:
     """Runs prefill and decode for a fixed number of slots.
 
     Args:
-        decoder: The first weights.
+        decoder: The first weights. Shapes in their place make one whose programs can be compiled, and nothing else.
         config: Shapes, and over how many devices.
 
     Attributes:
@@ -231,11 +244,13 @@ class ModelRunner:
         self._windows, self._steps = config.window_buckets, config.steps_per_dispatch
         devices = jax.local_device_count() if config.model_parallel is None else config.model_parallel
         self._split = ModelSplit.over(decoder.config, devices, config.section) if devices > 1 else None
-        self._programs = ONE_DEVICE if self._split is None else split_programs(self._split)
         self._lazy: LazyPrograms | None = None
         self.first = False
         self._weights = self._prepared(decoder, None)
-        self._cache = self._programs.create(decoder.config, config.max_slots, self._windows[0])
+        light = functools.partial(light_programs, self._platform, decoder.config.dtype)
+        self._programs = light() if self._split is None else split_programs(self._split)
+        create = functools.partial(self._programs.create, decoder.config, config.max_slots, self._windows[0])
+        self._cache = jax.eval_shape(create) if are_shapes(decoder) else create()
         self._told = min(MOST_ALTERNATIVES, decoder.config.vocab_size)
         # Not for runs, so compiled for whoever asks first; over several devices when they run.
         self._rare = None if self._split is not None else LazyPrograms(self._rarely_run(), lambda _: None)
@@ -255,6 +270,8 @@ class ModelRunner:
         return self._prepared(decoder, self._weights)
 
     def _prepared(self, decoder: Decoder, held: ServedWeights | None) -> ServedWeights:
+        if are_shapes(decoder):
+            return jax.eval_shape(ServedWeights.of, decoder)
         weights = ServedWeights.of(decoder) if self._split is None else self._split.serve(decoder, held)
         return jax.block_until_ready(weights)
 
@@ -300,8 +317,8 @@ class ModelRunner:
 
     @property
     def _platform(self) -> Platform:
-        devices = self._weights.ends.embedding.sharding.device_set
-        return platform_named(next(iter(devices)).platform)
+        placed = self._weights.ends.embedding.sharding  # None of shapes that are of no device
+        return platform_named(next(iter(placed.device_set if placed else jax.devices())).platform)
 
     def _prefill_kernel(self, length: int) -> AttentionKernel:
         """What computes the attention of a prefill; kernels of a chip do not split over devices, dense does."""
@@ -442,30 +459,49 @@ class ModelRunner:
         return weights.digests()
 
     def begin(
-        self, idle_rows: HostRows, on_done: Callable[[CompiledProgram | BaseException], None]
+        self,
+        idle_rows: HostRows,
+        on_done: Callable[[CompiledProgram | BaseException], None],
+        begun: LazyPrograms | None = None,
     ) -> LazyPrograms | None:
         """Has every program compiled when it is needed first.
 
-        Those of decoding, as a response grows, from now on, and before that what most short prompts at once need.
+        Those of decoding, as a response grows, from now on, and before that `first_programs`.
 
         Args:
             idle_rows: Rows with no budget.
-            on_done: As of `LazyPrograms`.
+            on_done: As of `LazyPrograms`, like `begun`.
+            begun: Has some of them compiled already, or begun.
 
         Returns:
             All programs; None over several devices, where they are compiled by `warm_up` alone.
         """
         if self._split is not None:
             return None
-        self._lazy = LazyPrograms(self._lowered(idle_rows), on_done)
+        self._lazy = LazyPrograms(self._lowered(idle_rows), on_done, begun)
+        self._lazy.compile(self._first, urgent=True)
+        for window, wider in pairwise(self._windows):
+            self._lazy.compile([_RESIZE.format(window, wider), _DECODE.format(wider)])
+        return self._lazy
+
+    def first_programs(self, idle_rows: HostRows) -> Programs:
+        """What most short prompts at once need; none over several devices.
+
+        Args:
+            idle_rows: Rows with no budget.
+        """
+        if self._split is not None:
+            return {}
+        programs = self._lowered(idle_rows)
+        return {name: programs[name] for name in self._first}
+
+    @property
+    def _first(self) -> list[str]:
         smallest = self._windows[0]
         first = [_DECODE.format(smallest)]
         for rows, length in sorted(self._prefill_shapes(smallest), key=lambda shape: (shape[1], -shape[0]))[:1]:
             first += [_PREFILL.format(rows, length), _INSERT.format(rows, length, smallest)]
-        self._lazy.compile(first, urgent=True)
-        for window, wider in pairwise(self._windows):
-            self._lazy.compile([_RESIZE.format(window, wider), _DECODE.format(wider)])
-        return self._lazy
+        return first
 
     def _need(self, *names: str) -> None:
         if self._lazy is not None:

@@ -24,7 +24,7 @@ from penstock.inference.meter import ThroughputMeter
 from penstock.inference.model_runner import ModelRunner
 from penstock.inference.sequence import Response, Scoring
 from penstock.model.language import Decoder
-from penstock.model.programs import LazyPrograms
+from penstock.model.programs import LazyPrograms, Programs
 from penstock.types import SAMPLING_FIELDS, CompiledProgram, WeightVersion
 
 
@@ -306,7 +306,7 @@ class RunningBatch:
     """Fixed slots that are refilled as responses end.
 
     Args:
-        decoder: The first weights.
+        decoder: The first weights, or shapes as of `ModelRunner`.
         config: Shapes and limits.
         meter: Counts what runs; for other threads to read.
     """
@@ -342,9 +342,15 @@ class RunningBatch:
         """Compiles every program; yields each as it is done."""
         return self._runner.warm_up(self._slots.rows)
 
-    def begin(self, on_done: Callable[[CompiledProgram | BaseException], None]) -> LazyPrograms | None:
+    def begin(
+        self, on_done: Callable[[CompiledProgram | BaseException], None], begun: LazyPrograms | None = None
+    ) -> LazyPrograms | None:
         """`ModelRunner.begin`."""
-        return self._runner.begin(self._slots.rows, on_done)
+        return self._runner.begin(self._slots.rows, on_done, begun)
+
+    def first_programs(self) -> Programs:
+        """`ModelRunner.first_programs`."""
+        return self._runner.first_programs(self._slots.rows)
 
     def digests(self, weights: ServedWeights) -> dict[str, str]:
         """Of what lies there. For any thread."""
