@@ -249,6 +249,21 @@ def test_a_prompt_that_is_too_long_is_told_to_the_agent(served):
     assert rollout.episode_reward == 42.0 and metrics["answers"] == 1.0
 
 
+@pytest.mark.parametrize(
+    "asked", [{"logprobs": 2}, {"logprobs": 0, "echo": True}, {"extra_body": {"prompt_logprobs": 0}}]
+)
+def test_alternatives_and_scores_are_refused_and_sampled_log_probabilities_told(served, asked):
+    def agent(url, key, example):
+        with agents.client(url, key) as client:
+            with pytest.raises(openai.BadRequestError, match="during a run: leave out"):
+                client.completions.create(model="m", prompt="x", **asked)
+            choice = client.completions.create(model="m", prompt="x", logprobs=0).choices[0]
+            return float(choice.text) * len(set(choice.logprobs.token_logprobs))
+
+    (rollout,), metrics = play(served(["42"]), Asked(agent))
+    assert rollout.episode_reward == 42.0 and metrics["answers"] == 1.0
+
+
 def test_a_closed_endpoint_opens_for_nobody(served):
     context = served(["42"])
     play(context, Asked(lambda url, key, example: agents.asker(url, key, example)))

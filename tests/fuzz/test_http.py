@@ -13,14 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import jax
+import numpy as np
 import pytest
 from tests.fuzz.fuzzing import COUNTS, LIMIT_S, damaged, fuzz, json_bytes
 from tests.inference.served import served, withstands, write_checkpoint
 
-from penstock.inference import AccessRules, EngineConfig, HttpServer, InferenceEngine, create_app
+from penstock.inference import AccessRules, EngineConfig, GenerationRequest, HttpServer, InferenceEngine, create_app
 from penstock.model.language import Decoder, ModelConfig
 from penstock.text import Tokenizer
-from penstock.types import WeightVersion
+from penstock.types import Decoding, WeightVersion
 
 TOKEN = "a fuzzer's token"
 MAX_BODY_BYTES = 100_000
@@ -30,13 +31,13 @@ SAMPLING = {
 }  # fmt: skip
 BODIES = {
     "/v1/completions": [
-        SAMPLING | {"prompt": "Who purrs?", "max_tokens": 3, "logprobs": 1},
+        SAMPLING | {"prompt": "Who purrs?", "max_tokens": 3, "logprobs": 1, "echo": True, "prompt_logprobs": 2},
         SAMPLING | {"prompt": [[5, 6, 7], [8]], "max_tokens": 2, "least_weights": [0, 0]},
     ],
     "/v1/chat/completions": [
         SAMPLING | {
             "messages": [{"role": "user", "content": [{"type": "text", "text": "Who?"}]}],
-            "max_completion_tokens": 3, "logprobs": True,
+            "max_completion_tokens": 3, "logprobs": True, "top_logprobs": 2, "parallel_tool_calls": False,
         },
         SAMPLING | {
             "messages": [
@@ -82,6 +83,9 @@ def engine(tokenizer):
     engine = InferenceEngine(Decoder.initialise(shape, jax.random.key(0)), WeightVersion(0, 0), tokenizer, config)
     engine.start()
     engine.wait_until_ready(120.0)
+    text = np.array([5, 6], np.int32)  # what is compiled for who asks first is there
+    engine.score([text])[0].result(120.0)
+    engine.submit([GenerationRequest(text, Decoding(max_output_tokens=1), 0, alternatives=1)])[0].result(120.0)
     yield engine
     engine.stop(30.0)
 
