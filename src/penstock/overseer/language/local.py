@@ -64,8 +64,6 @@ from penstock.weights import InProcessBroadcaster
 WORKER_ID = "rollout-worker-0"
 ENGINE_NAME = "inference-0#0"
 """As its only incarnation would be named in a process of its own."""
-SWAP_S = 60.0
-"""Longest wait for the dispatch that runs, after which the engine takes new weights."""
 
 
 def local_components(
@@ -153,7 +151,8 @@ def _builtin(settings: Settings[RunConfig], start: RunStart) -> _Engine:
 
     def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
         engine.set_weights(version, with_named_arrays(shape, arrays))
-        return engine.digests(SWAP_S)
+        # between two dispatches, and before the first there may be programs to compile
+        return engine.digests(config.overseer.no_progress_s)
 
     return _Engine(
         EngineContext(engine, start.codec, ordered=config.replay.synchronous),
