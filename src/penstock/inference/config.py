@@ -37,7 +37,7 @@ class EngineConfig(BaseModel):
         prefill_tokens: Most padded tokens in one prefill, so that long prompts go in fewer rows.
         prefill_chunk: Tokens of a long prompt that are prefilled between two dispatches, so that others go on
             meanwhile; one that would be padded to at most twice as many is prefilled whole. On one CPU; other devices
-            prefill every prompt whole.
+            prefill every prompt whole. Texts that are scored (`InferenceEngine.score`) go in such chunks everywhere.
         prefill_lengths: Lengths that prompts are padded to, ascending; None chooses powers of four up to half of the
             largest possible prompt, which is always added.
         decode_rows: Rows that a decode step may have, ascending: the fewest that hold all live responses. None chooses
