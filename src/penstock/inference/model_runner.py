@@ -23,7 +23,7 @@ machines, several meshes, splitting a head, key heads kept on more than one devi
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,8 +45,10 @@ from penstock.inference.decoding import (
     insert,
     prefill,
     resize,
+    score,
 )
-from penstock.inference.dispatch import HostRows, HostSamples, to_device, to_host
+from penstock.inference.dispatch import HostRows, HostSamples, SlotRows, to_device, to_host
+from penstock.inference.sequence import MOST_ALTERNATIVES
 from penstock.model.arrays import are_shapes
 from penstock.model.language import Decoder, ModelConfig
 from penstock.model.language.attention import page_positions
@@ -65,18 +67,20 @@ class CompiledSteps(NamedTuple):
     insert: Callable[..., Array]
     fork: Callable[..., Array]
     resize: Callable[..., Array]
+    score: Callable[..., Any]
 
 
 def _on_one_device(options: Any = None) -> CompiledSteps:
     jit = functools.partial(jax.jit, compiler_options=options)
     return CompiledSteps(
         create=create_cache,
-        decode=jit(decode, static_argnames=("steps", "kernel"), donate_argnames="cache"),
+        decode=jit(decode, static_argnames=("steps", "kernel", "alternatives"), donate_argnames="cache"),
         prefill=jit(prefill, static_argnames="kernel"),
         extend=jit(extend, donate_argnames="cache"),
         insert=jit(insert, donate_argnames="cached"),
         fork=jit(fork, donate_argnames="cached"),
         resize=jit(resize, static_argnames="window"),
+        score=jit(score, static_argnames="alternatives", donate_argnames="cache"),
     )
 
 
@@ -97,13 +101,17 @@ def split_programs(split: "ModelSplit") -> CompiledSteps:
     return CompiledSteps(
         create=jax.jit(create_cache, static_argnums=(0, 1, 2), out_shardings=cache),
         decode=jax.jit(
-            decode, static_argnames=("steps", "kernel"), donate_argnames="cache", out_shardings=(cache, whole)
+            decode,
+            static_argnames=("steps", "kernel", "alternatives"),
+            donate_argnames="cache",
+            out_shardings=(cache, whole),
         ),
         prefill=jax.jit(prefill, static_argnames="kernel", out_shardings=cache),
         extend=jax.jit(extend, donate_argnames="cache", out_shardings=cache),
         insert=jax.jit(insert, donate_argnames="cached", out_shardings=cache),
         fork=jax.jit(fork, donate_argnames="cached", out_shardings=cache),
         resize=jax.jit(resize, static_argnames="window", out_shardings=cache),
+        score=jax.jit(score, static_argnames="alternatives", donate_argnames="cache", out_shardings=(cache, whole)),
     )
 
 
@@ -211,6 +219,8 @@ _PAGES = "decode, {} rows by pages, window {}"
 _DECODE, _FORK, _RESIZE = "decode, window {}", "fork, window {}", "resize, window {} to {}"
 _PREFILL = "prefill, {} × {} prompt tokens"
 _EXTEND = "prefill, {} more prompt tokens, window {}"
+_BESIDE = "{}, with alternatives"
+_SCORE = "scores, window {}"
 _INSERT = "insert, {} × {} prompt tokens, window {}"
 """Names of programs."""
 
@@ -241,6 +251,9 @@ class ModelRunner:
         self._programs = light() if self._split is None else split_programs(self._split)
         create = functools.partial(self._programs.create, decoder.config, config.max_slots, self._windows[0])
         self._cache = jax.eval_shape(create) if are_shapes(decoder) else create()
+        self._told = min(MOST_ALTERNATIVES, decoder.config.vocab_size)
+        # Not for runs, so compiled for whoever asks first; over several devices when they run.
+        self._rare = None if self._split is not None else LazyPrograms(self._rarely_run(), lambda _: None)
 
     @property
     def window(self) -> int:
@@ -350,22 +363,95 @@ class ModelRunner:
         moves = Moves.of(sources, self._config.max_slots, self.window)
         self._cache = jax.tree.map(lambda cached: self._programs.fork(cached, moves), self._cache)
 
-    def decode(self, rows: HostRows) -> HostSamples:
+    def decode(self, rows: HostRows, alternatives: bool = False) -> HostSamples:
         """Runs one dispatch and waits for it.
 
         Args:
             rows: Of every slot.
+            alternatives: Whether the most probable tokens are told, by programs of their own.
         """
-        return self._decode(rows, *self._decode_shape(rows))
+        return self._decode(rows, *self._decode_shape(rows), self._told if alternatives else 0)
 
-    def _decode(self, rows: HostRows, name: str, count: int, kernel: DecodeKernel) -> HostSamples:
-        self._need(name)
+    def _decode(
+        self, rows: HostRows, name: str, count: int, kernel: DecodeKernel, alternatives: int = 0
+    ) -> HostSamples:
+        if alternatives:
+            self.need_rare(_BESIDE.format(name))
+        else:
+            self._need(name)
         slots = len(rows["budget"])
         chosen = np.sort(np.argsort(rows["budget"] == 0, kind="stable")[:count])  # what is live, then the first idle
         given = to_device(rows if count == slots else {field: array[chosen] for field, array in rows.items()})
-        run = functools.partial(self._programs.decode, steps=self._steps, kernel=kernel)
+        beside = {"alternatives": alternatives} if alternatives else {}  # what is left out is another key of JAX's
+        run = functools.partial(self._programs.decode, steps=self._steps, kernel=kernel, **beside)
         self._cache, emitted = run(self._weights, self._cache, given)
         return to_host(emitted, chosen, slots)
+
+    def score(
+        self, weights: ServedWeights, cache: KVCache, tokens: np.ndarray, start: int, temperature: float
+    ) -> tuple[KVCache, tuple[np.ndarray, ...]]:
+        """Scores the next tokens of a text and waits for them.
+
+        Args:
+            weights: Those that score; served, or served before.
+            cache: From `scratch`, then from here; donated.
+            tokens: int32: the last one that has been scored, and up to `scored_at_once` more.
+            start: Position of the first of them.
+            temperature: Divides the logits; 0 leaves them.
+
+        Returns:
+            The cache, and `TextScores` of ``tokens[1:]`` with padding behind.
+        """
+        self.need_rare(_SCORE.format(cache.window))
+        padded = np.pad(tokens, (0, self.scored_at_once + 1 - len(tokens)))
+        given = map(jax.device_put, (padded, np.int32(start), np.float32(temperature)))
+        cache, found = self._programs.score(weights, cache, *given, alternatives=self._told)
+        return cache, tuple(map(np.asarray, found))
+
+    @property
+    def scored_at_once(self) -> int:
+        """Tokens of a text that are scored between two dispatches."""
+        return min(self._config.prefill_chunk, self._config.max_seq_len)
+
+    def scratch(self, window: int) -> KVCache:
+        """An empty cache of one slot."""
+        return self._programs.create(self._weights.ends.config, 1, window)
+
+    def need_alternatives(self, windows: Iterable[int]) -> None:
+        """Has the programs of decoding over caches of these windows compiled that tell alternatives. For any thread."""
+        shapes = (name for window in dict.fromkeys(windows) for name, _, _ in self._decode_shapes(window))
+        self.need_rare(*map(_BESIDE.format, shapes))
+
+    def need_scores(self, window: int) -> None:
+        """Has the program compiled that scores a text over a cache of that window. For any thread."""
+        self.need_rare(_SCORE.format(window))
+
+    def need_rare(self, *names: str) -> None:
+        """Returns when these are compiled."""
+        if self._rare is not None:
+            self._rare.need(*names)
+
+    def _rarely_run(self) -> Programs:
+        """What no run needs, by name; lowered for the weights of then."""
+        run: Any = self._programs
+        config, text = self._config, jax.ShapeDtypeStruct((self.scored_at_once + 1,), np.int32)
+        start, temperature = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.float32)
+
+        def beside(window: int, count: int, kernel: DecodeKernel) -> object:
+            cache, rows = self._cache_shape(config.max_slots, window), SlotRows.shapes(count, config.max_stop_token_ids)
+            how = {"steps": self._steps, "kernel": kernel, "alternatives": self._told}
+            return run.decode.lower(self._weights, cache, rows, **how).compile()
+
+        def scores(window: int) -> object:
+            cache = self._cache_shape(1, window)
+            return run.score.lower(self._weights, cache, text, start, temperature, alternatives=self._told).compile()
+
+        found: dict[str, Callable[[], object]] = {}
+        for window in self._windows:
+            found[_SCORE.format(window)] = functools.partial(scores, window)
+            for name, count, kernel in self._decode_shapes(window):
+                found[_BESIDE.format(name)] = functools.partial(beside, window, count, kernel)
+        return found
 
     def digests(self, weights: ServedWeights) -> dict[str, str]:
         """`ServedWeights.digests`; for any thread."""

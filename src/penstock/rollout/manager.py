@@ -380,6 +380,7 @@ class RolloutManager:
         if n_examples and not batch.groups:
             raise EnvironmentFailure(f"the environment of lesson {lesson_id!r} gave no group for {n_examples} prompts")
         stats = RolloutBatchStats.of(lesson_id, batch, lesson.success_threshold, metrics)
+        stats = replace(stats, reports=mode == "report")
         if eval_type == "eval":
             for event in self.curriculum.update_evaluation(stats, weight_step):
                 self._on_curriculum_event(event)

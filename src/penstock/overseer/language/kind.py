@@ -23,9 +23,8 @@ from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_worker
 from penstock.overseer.estimate import model_shape
 from penstock.overseer.kind import VALUES, Factories, LearnerTasks, RunStart, check_kept, make_spec
 from penstock.overseer.language.evaluator import make_evaluator, metrics_of
-from penstock.overseer.language.external_inference import ExternalInference
 from penstock.overseer.language.given import GivenObjects
-from penstock.overseer.language.inference import InferenceRole, ServingRole
+from penstock.overseer.language.inference import ExternalInference, InferenceRole, ServingRole
 from penstock.overseer.language.local import local_components
 from penstock.overseer.language.preparation import Preparation
 from penstock.overseer.language.replay import make_curriculum, make_replay, problem_rules
@@ -452,6 +451,7 @@ class LanguageKind:
         """Evaluations before and after the warm start, whose weights are checked, too."""
         run.phase("evaluating the untrained policy")
         run.results["untrained"] = run.results["before"] = yield from run.evaluate("untrained")
+        check_best(run.config, run.results["before"])
         if run.config.learner.warm_start is not None:
             run.phase("warm start")
             yield from run.until_stopped(run.tasks.task("learner-0", "warm_start"))
@@ -505,7 +505,7 @@ class LanguageKind:
         return Updates(log, config.replay.staleness_budget, config.runtime == "local", threshold)
 
     def metrics_of(self, results: Results) -> dict[str, float]:
-        """As ``eval/<lesson>/…``."""
+        """As ``eval/<lesson>/…``, or ``eval_report/<lesson>/…`` of problems that are kept apart for reports."""
         return metrics_of(results, "eval")
 
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
@@ -519,6 +519,21 @@ class LanguageKind:
         """Failed groups."""
         failed, last_failure = self.failures(run)
         return {"groups": {"failed": failed, "last_failure": last_failure}}
+
+
+def check_best(config: RunConfig, results: Results) -> None:
+    """Whether any evaluation will say which checkpoint is the best.
+
+    Raises:
+        ConfigError: those before and after training are of other problems, and there are no others.
+    """
+    best, asked = config.overseer.keep_best, config.curriculum.eval_frequency
+    if best is not None and not asked and any(stats.reports and f"/{name}/" in best for name, stats in results.items()):
+        raise ConfigError(
+            f"overseer.keep_best is {best}, but curriculum.eval_frequency is 0, and before and after training a lesson "
+            "answers problems that are kept apart for reports (eval_report/…), by which nothing is chosen: set "
+            "curriculum.eval_frequency"
+        )
 
 
 def make_learner(ctx: ComponentContext, settings: Mapping[str, Any]) -> LearnerComponent:
