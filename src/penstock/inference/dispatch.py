@@ -1,13 +1,13 @@
 """What one dispatch of decode steps is given and what it returns, on the device and in host memory."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from penstock.types import SAMPLING_FIELDS
+from penstock.types import SAMPLING_FIELDS, Alternatives
 
 HostRows = Mapping[str, np.ndarray]
 """The fields of `SlotRows`, and those of `SlotRows.sampling`, by name in host memory."""
@@ -34,6 +34,30 @@ class SlotRows(NamedTuple):
     sampling: dict[str, Array]
     stop_token_ids: Int32[Array, "rows stops"]
 
+    @classmethod
+    def shapes(cls, rows: int, stops: int) -> Any:
+        """Of that many rows, without arrays: what a program is lowered for."""
+        whole, seeds = jax.ShapeDtypeStruct((rows,), np.int32), jax.ShapeDtypeStruct((rows, 2), np.uint32)
+        sampling = {name: jax.ShapeDtypeStruct((rows,), each.dtype) for name, each in SAMPLING_FIELDS.items()}
+        given: Any = (whole, whole, whole, whole, seeds, sampling, jax.ShapeDtypeStruct((rows, stops), np.int32))
+        return cls._make(given)
+
+
+class TextScores(NamedTuple):
+    """What the weights make of some tokens of a text, each after those before it; on the device, or in host memory.
+
+    Attributes:
+        logprobs: Of the token at each position.
+        ranks: 1 for the most probable one.
+        top_tokens: The most probable ones.
+        top_logprobs: Of those.
+    """
+
+    logprobs: Any  # float32 [length]
+    ranks: Any  # int32 [length]
+    top_tokens: Any  # int32 [alternatives, length]
+    top_logprobs: Any  # float32 [alternatives, length]
+
 
 class DeviceSamples(NamedTuple):
     """What one dispatch sampled: of row r, the first ``count[r]`` entries of column r.
@@ -42,11 +66,15 @@ class DeviceSamples(NamedTuple):
         tokens: By step, then row.
         logprobs: Of those tokens, before truncation.
         count: How many tokens the row sampled before it stopped or the dispatch ended.
+        top_tokens: The most probable ones at each step; None in dispatches that nobody asks for them.
+        top_logprobs: Of those, before truncation too.
     """
 
     tokens: Int32[Array, "steps rows"]
     logprobs: Float32[Array, "steps rows"]
     count: Int32[Array, " rows"]
+    top_tokens: Int32[Array, "steps alternatives rows"] | None = None
+    top_logprobs: Float32[Array, "steps alternatives rows"] | None = None
 
 
 class HostSamples(NamedTuple):
@@ -55,6 +83,15 @@ class HostSamples(NamedTuple):
     tokens: np.ndarray
     logprobs: np.ndarray
     count: np.ndarray
+    top_tokens: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+    def alternatives(self, slot: int) -> Alternatives | None:
+        """Of what that slot sampled; None where the dispatch has none."""
+        if self.top_tokens is None or self.top_logprobs is None:
+            return None
+        count = int(self.count[slot])
+        return Alternatives(self.top_tokens[:count, :, slot], self.top_logprobs[:count, :, slot])
 
 
 def to_device(rows: HostRows) -> SlotRows:
@@ -75,7 +112,7 @@ def to_host(emitted: DeviceSamples, chosen: np.ndarray, slots: int) -> HostSampl
         chosen: The slot of each.
         slots: How many there are; those that did not run sampled nothing.
     """
-    fetched = [np.asarray(array) for array in emitted]
+    fetched = [np.asarray(array) for array in emitted if array is not None]
     if len(chosen) == slots:  # all, in order
         return HostSamples(*fetched)
     found = [np.zeros((*array.shape[:-1], slots), array.dtype) for array in fetched]

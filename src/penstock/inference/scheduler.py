@@ -22,9 +22,9 @@ from penstock.inference.decoding import ServedWeights
 from penstock.inference.dispatch import HostRows, HostSamples
 from penstock.inference.meter import ThroughputMeter
 from penstock.inference.model_runner import ModelRunner
-from penstock.inference.sequence import Response
+from penstock.inference.sequence import Response, Scoring
 from penstock.model.language import Decoder
-from penstock.model.programs import LazyPrograms
+from penstock.model.programs import LazyPrograms, Programs
 from penstock.types import SAMPLING_FIELDS, CompiledProgram, WeightVersion
 
 
@@ -292,7 +292,8 @@ class SlotTable:
         for slot, response in self.live:
             count = int(sampled.count[slot])
             tokens = sampled.tokens[:count, slot].tolist()
-            response.extend(tokens, sampled.logprobs[:count, slot].tolist(), version)
+            logprobs = sampled.logprobs[:count, slot].tolist()
+            response.extend(tokens, logprobs, version, sampled.alternatives(slot))
             self._rows["tokens"][slot] = tokens[-1]
             self._rows["positions"][slot] += count
             self._rows["budget"][slot] = response.remaining_tokens
@@ -305,7 +306,7 @@ class RunningBatch:
     """Fixed slots that are refilled as responses end.
 
     Args:
-        decoder: The first weights.
+        decoder: The first weights, or shapes as of `ModelRunner`.
         config: Shapes and limits.
         meter: Counts what runs; for other threads to read.
     """
@@ -341,9 +342,15 @@ class RunningBatch:
         """Compiles every program; yields each as it is done."""
         return self._runner.warm_up(self._slots.rows)
 
-    def begin(self, on_done: Callable[[CompiledProgram | BaseException], None]) -> LazyPrograms | None:
+    def begin(
+        self, on_done: Callable[[CompiledProgram | BaseException], None], begun: LazyPrograms | None = None
+    ) -> LazyPrograms | None:
         """`ModelRunner.begin`."""
-        return self._runner.begin(self._slots.rows, on_done)
+        return self._runner.begin(self._slots.rows, on_done, begun)
+
+    def first_programs(self) -> Programs:
+        """`ModelRunner.first_programs`."""
+        return self._runner.first_programs(self._slots.rows)
 
     def digests(self, weights: ServedWeights) -> dict[str, str]:
         """Of what lies there. For any thread."""
@@ -479,7 +486,8 @@ class RunningBatch:
             return []
         started = time.monotonic()
         self._runner.first = version.step == 0
-        sampled = self._runner.decode(self._slots.rows)
+        beside = any(response.pending.request.alternatives for _, response in running)
+        sampled = self._runner.decode(self._slots.rows, beside)
         ended = self._slots.advance(sampled, version)
         self._meter.add_tokens(running, sampled.count)
         for slot, _ in ended:
@@ -487,6 +495,36 @@ class RunningBatch:
         self._meter.add(responses=len(ended))
         self._meter.add_dispatch(started, int(sampled.count.sum()))
         return [response for _, response in ended]
+
+    def need_alternatives(self, prompt_tokens: int) -> None:
+        """Has compiled what tells a prompt's first alternatives, beside what runs now. For any thread."""
+        begun = self._bucket(prompt_tokens + self._config.steps_per_dispatch)
+        self._runner.need_alternatives((begun, max(begun, self._runner.window)))
+
+    def need_scores(self, tokens: int) -> None:
+        """Has the program compiled that scores a text of that length. For any thread."""
+        self._runner.need_scores(self._bucket(tokens))
+
+    def score(self, scoring: Scoring, version: WeightVersion) -> bool:
+        """Scores a chunk of a text; all of it by the weights that began it, of that version then.
+
+        Returns:
+            Whether that was the last one; the scores are told then.
+        """
+        runner, tokens = self._runner, scoring.tokens
+        if scoring.begun is None:
+            scoring.begun = runner.weights, version, runner.scratch(self._bucket(len(tokens)))
+        weights, began, cache = scoring.begun
+        if scoring.left:
+            piece = tokens[scoring.done : scoring.done + runner.scored_at_once + 1]
+            cache, part = runner.score(weights, cache, piece, scoring.done, scoring.temperature)
+            scoring.begun = weights, began, cache
+            scoring.add(part)
+            self._meter.add(scored_tokens=len(piece) - 1)
+        if scoring.left:
+            return False
+        scoring.finish(began)
+        return True
 
     def drop_cancelled(self) -> int:
         """Frees the slots of responses that nobody waits for; returns how many."""

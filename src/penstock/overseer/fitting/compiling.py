@@ -318,10 +318,10 @@ def _made_by(line: str, operation: str) -> str:
     return "/".join(parts[-2:]) + backward
 
 
-def compile_run(shapes: RunShapes, compiler: ChipCompiler) -> list[CompiledPart]:
-    """Every program of a run."""
+def compile_run(shapes: RunShapes, compiler: ChipCompiler, generates: bool = True) -> list[CompiledPart]:
+    """Every program of a run, of its engine too where it `generates` with Penstock's."""
     sides: Mapping[Side, Mapping[str, Lowering]] = {
-        "learner": shapes.learner_programs, "engine": shapes.engine_programs,
+        "learner": shapes.learner_programs, "engine": shapes.engine_programs if generates else {},
     }  # fmt: skip
     return [compiler.compile(name, side, lowering) for side, found in sides.items() for name, lowering in found.items()]
 
