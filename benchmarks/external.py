@@ -62,7 +62,7 @@ def overrides(given: argparse.Namespace) -> list[str]:
         f"curriculum.eval_frequency={given.updates}", f"inference.max_slots={given.groups * given.samples}",
         f"inference.max_seq_len={length}", f"replay.groups_per_batch={given.groups}", f"learner.row_length={length}",
         f"learner.micro_batch_rows={given.rows}", f"learner.optimizer.learning_rate={given.learning_rate}",
-        f"overseer.checkpoint_every={given.updates}",
+        f"overseer.checkpoint_every={given.updates}", "learner.parity.wait_s=60",
     ]  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def show(name: str, found: Measured) -> None:
     for failure in found.named("external_engine_failed"):
         print(f"  named: {failure['reason'][:160]}")
     print(f"  parity KL at most {max(parity):.2e}, median {statistics.median(parity):.2e}, of {len(parity)} updates")
-    print(f"  versions without evidence: {sum(found.numbers('train/parity_unchecked')):g}")
+    print(f"  versions without evidence: {max(found.numbers('train/parity_unchecked'), default=math.nan):g}")
     print(f"  rollouts not verified: {max(found.numbers('replay/unverified'), default=math.nan):g}")
     if shares := found.numbers("inference/proven_bytewise"):
         print(f"  tensors compared byte for byte: {min(shares):.3f}")

@@ -221,14 +221,16 @@ LINEAR = 4.4
 """Growth of temporaries over rows of four times the tokens."""
 
 
-def tabulate(target: str, models: Sequence[str], rows: Sequence[int], trained: Sequence[str]) -> int:
+def tabulate(
+    target: str, models: Sequence[str], rows: Sequence[int], trained: Sequence[str], changes: Sequence[str]
+) -> int:
     """Prints marks, and a line for each model, what trains of it, and row length on a chip; how many were missed."""
     marks = Marks()
     print(f"{target}: compiled, not run: not yet measured", flush=True)
     for model, kind in product(models, trained):
         before: dict[int, int] = {}
         for length in rows:
-            config, rank = penstock.load_config("cats", LARGE), RANK if kind == "lora" else None
+            config, rank = penstock.load_config("cats", [*LARGE, *changes]), RANK if kind == "lora" else None
             report: Any = penstock.overseer.fit(config, target, [model], [length], rank)
             before[length] = report.program("gradient").temporaries_bytes
             cells = "  ".join(f"{cell:>12}" for cell in report.cells())
@@ -259,7 +261,7 @@ def main() -> int:
         print(measured(calibrated(arguments.measure)))
         return 0
     if arguments.target:
-        asked = arguments.models, arguments.rows, arguments.trained
+        asked = arguments.models, arguments.rows, arguments.trained, arguments.set
         return int(sum(tabulate(target, *asked) for target in arguments.target) > 0)
     return int(calibrate(arguments.shape or list(SHAPES)) > 0)
 
@@ -271,6 +273,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=MODELS, help="of the tables")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of the tables")
     parser.add_argument("--trained", nargs="+", choices=TRAINED, default=TRAINED, help="of the tables")
+    parser.add_argument("--set", nargs="+", default=(), metavar="KEY=VALUE", help="of the runs in the tables")
     parser.add_argument("--measure", choices=SHAPES, help=argparse.SUPPRESS)
     return parser.parse_args()
 

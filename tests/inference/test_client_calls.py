@@ -296,7 +296,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
             ("skip_special_tokens", False), ("length_penalty", 2.0), ("nonsense", 1), ("prompt_logprobs", 21),
         )),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_name(client, call, body, param):
     with pytest.raises(openai.BadRequestError) as refused:

@@ -17,7 +17,7 @@ from tests.overseer.language.test_external import MODEL, SHAPES
 from tests.overseer.test_ray_training import QUICK, driver, updates
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(500)]
-STEPS = 4
+STEPS = 3
 WORDS = [
     f"model.init={json.dumps(MODEL)}", "inference.engine=vllm", "inference.max_slots=4", f"steps={STEPS}",
     "replay.groups_per_batch=2", "curriculum.eval_n_examples=2", "learner.row_length=64", "learner.micro_batch_rows=2",

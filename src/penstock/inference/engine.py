@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Literal
 
-import jax
 import numpy as np
 
 from penstock.inference.config import EngineConfig
@@ -29,15 +28,16 @@ from penstock.inference.sequence import (
     PendingRequest,
     Response,
     Scoring,
+    check_length,
     check_request,
     check_scoring,
 )
+from penstock.model.arrays import structure_of
 from penstock.model.language import Decoder, ModelConfig
 from penstock.model.programs import LazyPrograms, Programs
 from penstock.types import (
     CompiledProgram,
     Completion,
-    ConfigError,
     Decoding,
     NoProgressError,
     PromptScores,
@@ -79,10 +79,10 @@ class InferenceEngine:
         name: str = "",
         begun: LazyPrograms | None = None,
     ) -> None:
-        _check_length(decoder, config)
+        check_length(decoder.config, config)
         self._tokenizer, self._config, self._name = tokenizer, config, name
         self._vocab_size = decoder.config.vocab_size
-        self._signature = _signature(decoder)
+        self._signature = structure_of(decoder)
         self._meter = ThroughputMeter()
         self._batch = RunningBatch(decoder, config, self._meter)
         self._changed = threading.Condition()  # guards everything below
@@ -294,7 +294,7 @@ class InferenceEngine:
         Raises:
             WeightsError: the shape differs.
         """
-        if _signature(decoder) != self._signature:
+        if structure_of(decoder) != self._signature:
             raise WeightsError("the new decoder's arrays differ in name, shape or dtype from the engine's")
         with self._changed:
             self._refuse_if_ended()
@@ -594,18 +594,3 @@ class InferenceEngine:
         self._refuse_if_failed()
         if self._stopping:
             raise Stopped("the inference engine was stopped")
-
-
-def _check_length(decoder: Decoder, config: EngineConfig) -> None:
-    longest = decoder.config.max_position_embeddings
-    if config.max_seq_len > longest:
-        raise ConfigError(
-            f"{config.section}.max_seq_len is {config.max_seq_len}, but the model is meant for {longest} tokens "
-            "(max_position_embeddings): lower the one or change the model"
-        )
-
-
-def _signature(decoder: Decoder) -> tuple[object, ...]:
-    """Structure, shapes and dtypes: what the compiled programs depend on."""
-    leaves, structure = jax.tree.flatten(decoder)
-    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from penstock.inference.config import EngineConfig
+from penstock.model.language.config import ModelConfig
 from penstock.types import (
     SAMPLING_FIELDS,
     Alternatives,
@@ -390,3 +391,13 @@ _NO_SCORES = (
     np.zeros((MOST_ALTERNATIVES, 0), np.float32),
 )
 """Of a text of one token."""
+
+
+def check_length(model: ModelConfig, config: EngineConfig) -> None:
+    """Raises ConfigError if sequences may become longer than what the model is meant for."""
+    longest = model.max_position_embeddings
+    if config.max_seq_len > longest:
+        raise ConfigError(
+            f"{config.section}.max_seq_len is {config.max_seq_len}, but the model is meant for {longest} tokens "
+            "(max_position_embeddings): lower the one or change the model"
+        )
