@@ -237,7 +237,7 @@ export function copyable(command) {
 export function table(columns, rows, caption, onrow) {
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
     h("table", {}, h("caption", { class: "unseen" }, caption),
-      h("thead", {}, h("tr", {}, columns.map(([title, , kind]) => h("th", { class: kind, scope: "col" }, title)))),
+      h("thead", {}, h("tr", {}, columns.map(([title, , kind]) => title ? h("th", { class: kind, scope: "col" }, title) : h("td")))),
       h("tbody", {}, rows.map((row) =>
         h("tr", onrow ? onrow(row) : {}, columns.map(([, cell, kind]) => h("td", { class: kind }, cell(row) ?? "–")))))));
 }

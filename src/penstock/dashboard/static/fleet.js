@@ -69,7 +69,7 @@ export async function lessonsPage(main, run) {
   const { words } = parse();
   const { curves } = shares.length + success.length ? await api(path(run, "curves"), { names: [...shares, ...success].join(","), points: 400, from: words.from, to: words.to }) : { curves: {} };
   const lines = (names) => names.map((name) => ({ name: name.split("/").slice(1).join(" ").replace(/ probability$/, ""), x: curves[name].step, y: curves[name].mean }));
-  const box = h("div", { class: "scroll" });
+  const box = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Lessons and what they wait for" });
   main.replaceChildren(
     h("div", { class: "head" }, h("h1", {}, "Lessons"), h("p", { class: "sub" }, "Which lesson waits for which, how likely each is, and how its rollouts fared.")),
     h("section", { class: "card" }, box),
@@ -77,6 +77,7 @@ export async function lessonsPage(main, run) {
       ["lesson", (l) => h("a", { class: "strong", href: link("groups", run, { lesson: l.lesson }) }, l.lesson)], ["state", (l) => l.state || "–"], ["environment", (l) => h("code", {}, l.environment.split(".").at(-1))], ["needs", (l) => l.needs.join(", ") || "–"],
       ["rollouts", (l) => num(l.rollouts ?? null), "n"], ["trained", (l) => num(l.trained ?? null), "n"], ["thrown away", (l) => l.dropped ? h("a", { href: link("ledger", run) }, num(l.dropped)) : num(l.dropped ?? null), "n"], ["reward", (l) => fixed(l.reward), "n"], ["tokens", (l) => l.tokens === undefined || l.tokens === null ? "–" : num(Math.round(l.tokens)), "n"],
     ], page.lessons, "Lessons")),
+    shares.length || success.length ? h("h2", { class: "unseen" }, "Curves") : null,
     h("div", { class: "grid" }, shares.length ? chart("Probability of each lesson", lines(shares), { zero: true }) : null, success.length ? chart("Success", lines(success), {}) : null),
     h("section", { class: "card" }, h("h2", {}, "What happened"), page.events.length ? table([["when", (e) => moment(e.time), "n"], ["update", (e) => num(e.step ?? null), "n"], ["event", (e) => e.event], ["lesson", (e) => e.lesson ?? e.lesson_id ?? "–"], ["why", (e) => e.reason ?? e.message ?? "–", "wide"]], page.events.toReversed(), "Events of lessons") : empty("No lesson was unlocked, graduated or fell back so far.")));
   box.append(graph(page.lessons, run));

@@ -25,7 +25,7 @@ export async function groupsPage(main, run) {
   const { words } = parse();
   const found = await api(path(run, "choices"));
   const count = h("span", { class: "count", role: "status" }, "…");
-  const list = h("div", { class: "virtual", tabindex: 0, role: "grid", "aria-label": "Groups" });
+  const list = h("div", { class: "virtual", tabindex: 0, role: "region", "aria-label": "Groups" });
   main.replaceChildren(
     h("div", { class: "head" }, h("h1", {}, "Groups"), count, h("div", { class: "tools" }, h("a", { class: "button", href: "#", onclick: (event) => { event.preventDefault(); location.hash = link("groups", run); } }, "Clear filters"))),
     filters(words, found),
@@ -58,7 +58,7 @@ function later(act) {
 /** Rows that are seen, and a few around; the rest is asked for when it comes into view. */
 function virtual(list, run, words, count) {
   const view = { pieces: new Map(), asked: new Set(), total: 0, at: Number(words.row || 0), low: 0, high: 1, ended: false };
-  const head = h("div", { class: "vrow vhead", role: "row" }, COLUMNS.map(([title, , kind]) => h("span", { class: kind, role: "columnheader" }, title)));
+  const head = h("div", { class: "vrow vhead" }, COLUMNS.map(([title, , kind]) => h("span", { class: kind }, title)));
   const space = h("div", { class: "vspace" });
   const pool = new Map();
   list.replaceChildren(head, space);
@@ -82,7 +82,6 @@ function virtual(list, run, words, count) {
     }
     count.textContent = `${num(answer.total)} groups, ${num(answer.rollouts)} rollouts that match`;
     space.style.height = `${height()}px`;
-    list.setAttribute("aria-rowcount", answer.total);
     draw();
   }
 
@@ -99,8 +98,8 @@ function virtual(list, run, words, count) {
       if (!group) { ask(Math.floor(index / PIECE)).catch(failed); continue; }
       let row = pool.get(index);
       if (!row) {
-        row = h("a", { class: "vrow", role: "row", tabindex: -1, href: link("group", run, { id: group.group_id }), "aria-rowindex": index + 1 },
-          COLUMNS.map(([, cell, kind]) => h("span", { class: kind, role: "gridcell" }, cell(group, view))));
+        row = h("a", { class: "vrow", tabindex: -1, href: link("group", run, { id: group.group_id }) },
+          COLUMNS.map(([, cell, kind]) => h("span", { class: kind }, cell(group, view))));
         pool.set(index, row);
         space.append(row);
       }
@@ -241,7 +240,7 @@ function prompt(members) {
   if (!first) return null;
   const shared = sharedTurns(members);
   if (!shared) return null;
-  return h("section", { class: "card prompt", "aria-label": "Prompt" }, first.turns.slice(0, shared).map((turn) => h("div", { class: "turn" }, h("h3", {}, turn.role), h("p", { class: "said" }, plain(turn)))),
+  return h("section", { class: "card prompt", "aria-label": "Prompt" }, h("h2", { class: "unseen" }, "Prompt"), first.turns.slice(0, shared).map((turn) => h("div", { class: "turn" }, h("h3", {}, turn.role), h("p", { class: "said", tabindex: turn.tokens > 200 ? 0 : null }, plain(turn)))),
     h("p", { class: "note" }, `problem ${first.problem}, environment ${first.environment}; temperature ${num(first.decoding.temperature)}, at most ${num(first.decoding.max_output_tokens)} tokens`));
 }
 
@@ -267,13 +266,13 @@ function answer(member, reference, index, by, scale, marked, run) {
   const other = marked && index > 0 && reference.turns && turns ? new Set(differing(turns.flatMap(words), reference.turns.slice(skipped(reference)).flatMap(words))) : null;
   let position = 0;
   return h("article", { class: "card answer", "aria-label": `Answer ${member.position}`, tabindex: 0 },
-    h("header", {}, h("span", { class: "rank" }, `/${member.position}`), h("span", { class: "reward" }, fixed(member.reward)), badge(member.state, member.reason)),
+    h("header", {}, h("h2", { class: "rank" }, `/${member.position}`), h("span", { class: "reward" }, fixed(member.reward)), badge(member.state, member.reason)),
     h("p", { class: "quiet facts-line" }, facts.flatMap((fact, at) => at ? [" · ", fact] : [fact])),
     member.rewards_by_function?.length ? h("dl", { class: "parts", "aria-label": "Reward by function" },
       member.rewards_by_function.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value === null ? "does not apply" : fixed(value))))) : null,
     member.reason ? h("p", { class: "note warn" }, member.reason) : null,
     turns ? turns.map((turn) => h("div", { class: turn.role === "assistant" ? "turn" : "turn given-turn" }, h("h3", {}, turn.role, h("span", { class: "quiet" }, ` ${num(turn.tokens)} tokens`)),
-      h("p", { class: "said" }, turn.pieces ? turn.pieces.map((piece) => token(piece, by, scale, other && other.has(position++))) : turn.text)))
+      h("p", { class: "said", tabindex: turn.tokens > 200 ? 0 : null }, turn.pieces ? turn.pieces.map((piece) => token(piece, by, scale, other && other.has(position++))) : turn.text)))
       : empty(member.stored ? "Its tokens cannot be read." : "Not stored: it ended before it was sealed, or its part has expired."),
     member.cut ? h("p", { class: "note warn" }, "Only the first tokens are shown; penstock rollouts --show has all.") : null);
 }

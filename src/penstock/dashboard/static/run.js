@@ -152,7 +152,7 @@ export async function ledgerPage(main, run) {
   const hrefs = (gap, from, to) => link("groups", run, gap === 0 ? { lesson: from === "unknown" ? null : from, finish: to === "stored" ? null : to } : { finish: from === "stored" ? null : from, state: to });
   const units = h("div", { class: "segmented", role: "group", "aria-label": "Counted in" }, ["rollouts", "tokens", "seconds"].map((name) =>
     h("button", { type: "button", "aria-pressed": String(name === unit), onclick: () => change({ unit: name }) }, name)));
-  const box = h("div", { class: "scroll" });
+  const box = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Where rollouts went" });
   const started = page.ledger.started;
   const trained = page.ages.reduce((sum, row) => sum + row.rollouts, 0);
   main.replaceChildren(

@@ -54,7 +54,7 @@ export async function comparePage(main) {
   const verdicts = found.lessons.map((lesson) => h("li", { class: lesson.verdict }, lesson.words));
   main.append(
     h("section", { class: "card" }, h("header", {}, h("h2", {}, "Held-out reward, paired by problem"), h("div", { class: "tools" }, at("a"), at("b"))),
-      found.lessons.length ? [h("ul", { class: "verdicts" }, verdicts), h("div", { class: "scroll" }, intervals(found.lessons)),
+      found.lessons.length ? [h("ul", { class: "verdicts" }, verdicts), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Differences with their intervals" }, intervals(found.lessons)),
         table([["lesson", (l) => l.lesson], ["B − A", (l) => signed(l.difference), "n"], ["95% from", (l) => signed(l.low), "n"], ["to", (l) => signed(l.high), "n"],
           ["problems", (l) => num(l.problems), "n"], ["without a pair", (l) => num(l.unpaired), "n"], ["by chance", (l) => fixed(l.chance), "n"]], found.lessons, "Differences by lesson")]
         : empty("The two have no lesson in common whose held-out rollouts are kept, so nothing can be said about which is better."),
