@@ -21,7 +21,7 @@ STEPS = 3
 WORDS = [
     f"model.init={json.dumps(MODEL)}", "inference.engine=vllm", "inference.max_slots=4", f"steps={STEPS}",
     "replay.groups_per_batch=2", "curriculum.eval_n_examples=2", "learner.row_length=64", "learner.micro_batch_rows=2",
-    "curriculum.lessons.cats.sampling_params.n_generations_per_prompt=2",
+    "curriculum.lessons.cats.sampling_params.n_generations_per_prompt=2", "overseer.heartbeat_timeout_s=60",
 ]  # fmt: skip
 
 
