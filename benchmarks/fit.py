@@ -98,7 +98,8 @@ class Peaks(NamedTuple):
         return abs(self.foretold / self.measured - 1)
 
 
-PAGES_OF_ITS_OWN = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
+PAGES_OF_ITS_OWN = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_ARENA_MAX": "1"}
+"""An array's; and what is smaller lies in one heap, not in one for each thread."""
 
 
 def peaks_of(name: str) -> Peaks:
