@@ -20,6 +20,7 @@ from penstock.types import (
     LeafSpace,
     PackedRollout,
     ProblemSet,
+    PromptScores,
     RLExample,
     Rollout,
     RolloutBatch,
