@@ -133,6 +133,7 @@ def recipe(*more):
         "curriculum.eval_n_examples=8", "curriculum.eval_frequency=0", "replay.groups_per_batch=2",
         "inference.max_slots=16", "inference.max_seq_len=160", "inference.prefill_lengths=[112]",
         "learner.row_length=160", "learner.micro_batch_rows=2", "overseer.no_progress_s=1800",
+        "learner.parity.wait_s=600",
     ]  # fmt: skip
     return penstock.load_config("gsm8k_smollm2", [*words, *more])
 

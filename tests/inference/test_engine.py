@@ -39,8 +39,8 @@ class Gate:
         self._decode = engine._batch._runner.decode
         monkeypatch.setattr(engine._batch._runner, "decode", self.decode)
 
-    def decode(self, rows):
-        sampled = self._decode(rows)
+    def decode(self, *rows):
+        sampled = self._decode(*rows)
         self.dispatches += 1
         self.reached.set()
         assert self.opened.wait(WAIT_S)
@@ -217,7 +217,7 @@ def test_a_cancelled_request_frees_its_slots(engine, monkeypatch):
 def test_a_failure_in_the_thread_reaches_everybody(engine, monkeypatch):
     cause = ValueError("device lost")
 
-    def fail(rows):
+    def fail(*_):
         raise cause
 
     monkeypatch.setattr(engine._batch._runner, "decode", fail)

@@ -35,10 +35,10 @@ def swap_after_first_dispatch(engine, monkeypatch, version, decoder):
     """Publishes while the first dispatch runs, as a learner would."""
     decode, swapped = engine._batch._runner.decode, []
 
-    def decode_and_swap(rows):
+    def decode_and_swap(*rows):
         if not swapped:
             swapped.append(engine.set_weights(version, decoder))
-        return decode(rows)
+        return decode(*rows)
 
     monkeypatch.setattr(engine._batch._runner, "decode", decode_and_swap)
 
@@ -187,13 +187,13 @@ def pause_during_first_dispatch(engine, monkeypatch, mode, clear_cache=True):
     """As another thread would, while the first dispatch runs; returns what joins that thread."""
     decode, pausing = engine._batch._runner.decode, []
 
-    def decode_and_pause(rows):
+    def decode_and_pause(*rows):
         if not pausing:
             pause = threading.Thread(target=engine.pause, args=(mode, clear_cache, WAIT_S), daemon=True)
             pause.start()
             pausing.append(pause)
             wait_until(lambda: engine._pause is not None, "the pause is asked for")
-        return decode(rows)
+        return decode(*rows)
 
     monkeypatch.setattr(engine._batch._runner, "decode", decode_and_pause)
 

@@ -133,7 +133,7 @@ def test_the_counter_sees_a_compilation(counter):
 def test_the_window_follows_the_longest_live_sequence(engine, config, monkeypatch):
     windows, decode = [], engine._batch._runner.decode
     monkeypatch.setattr(
-        engine._batch._runner, "decode", lambda rows: (windows.append(engine._batch._runner.window), decode(rows))[1]
+        engine._batch._runner, "decode", lambda *rows: (windows.append(engine._batch._runner.window), decode(*rows))[1]
     )
     engine.submit([request(4, 20)])[0].result(WAIT_S)
     assert windows == [16, 16, 16, 64, 64]  # positions 3…22, four a dispatch
