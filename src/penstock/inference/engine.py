@@ -2,8 +2,9 @@
 
 Each turn of the loop takes new weights, admits waiting requests into free slots, runs one dispatch of several
 decode steps, and completes what ended. Requests join and leave only between dispatches, and weights change only
-there, so every token has exactly one version. Given one `submit` into an idle engine, everything that follows is a
-function of that submission and the weights.
+there, so every token has exactly one version. Given one `submit` into an idle engine that forgets, everything that
+follows is a function of that submission and the weights; one that does not forget takes from its cache what a prompt
+begins with, which may differ in the last bits from what the prompt's own prefill gives.
 
 An exception in the thread fails every pending future and is raised again by the next call. Not covered: paging of
 memory.
@@ -56,16 +57,23 @@ class InferenceEngine:
         tokenizer: Stop tokens, and the text of responses.
         config: Shapes and limits.
         name: Said by every completion; unique in the run, so that a replaced server is another one.
+        forgets: Whether the cache of what was generated before an idle engine's next submission is shared by nothing.
 
     Raises:
         ConfigError: the sequence length exceeds what the model is meant for.
     """
 
     def __init__(
-        self, decoder: Decoder, version: WeightVersion, tokenizer: TextCodec, config: EngineConfig, name: str = ""
+        self,
+        decoder: Decoder,
+        version: WeightVersion,
+        tokenizer: TextCodec,
+        config: EngineConfig,
+        name: str = "",
+        forgets: bool = False,
     ) -> None:
         _check_length(decoder, config)
-        self._tokenizer, self._config, self._name = tokenizer, config, name
+        self._tokenizer, self._config, self._name, self._forgets = tokenizer, config, name, forgets
         self._vocab_size = decoder.config.vocab_size
         self._signature = _signature(decoder)
         self._meter = ThroughputMeter()
@@ -175,7 +183,7 @@ class InferenceEngine:
         responses = [Response.of(p, i, self._tokenizer) for p in pending for i in range(p.request.n)]
         with self._changed:
             self._refuse_if_ended()
-            self._fresh_start |= self._open_responses == 0
+            self._fresh_start |= self._forgets and self._open_responses == 0
             self._open_responses += len(responses)
             if first:
                 self._waiting.extendleft(reversed(responses))

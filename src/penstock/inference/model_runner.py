@@ -278,12 +278,14 @@ class ModelRunner:
         return 2 * self._config.prefill_chunk if self._by_pages else None
 
     def extend(self, tokens: Int32[np.ndarray, " length"], slot: int, start: int) -> None:
-        """Adds up to a chunk of a prompt to what its slot holds, from that position on."""
-        chunk = self._config.prefill_chunk
-        self._need(_EXTEND.format(chunk, self.window))
-        padded = jax.device_put(np.pad(tokens, (0, chunk - len(tokens))))
-        place = jax.device_put(np.int32(slot)), jax.device_put(np.int32(start))
-        self._cache = self._programs.extend(self._weights, self._cache, padded, *place)
+        """Adds tokens of a prompt to what its slot holds, from that position on."""
+        for size in self._config.pieces(len(tokens)):
+            piece, tokens = tokens[:size], tokens[size:]
+            self._need(_EXTEND.format(size, self.window))
+            padded = jax.device_put(np.pad(piece, (0, size - len(piece))))
+            place = jax.device_put(np.int32(slot)), jax.device_put(np.int32(start))
+            self._cache = self._programs.extend(self._weights, self._cache, padded, *place)
+            start += size
 
     @property
     def _platform(self) -> Platform:
@@ -428,10 +430,10 @@ class ModelRunner:
                 found[_INSERT.format(count, length, window)] = functools.partial(
                     run.insert.lower, cache.keys[0], prefilled.keys[0], Moves.of({}, config.max_slots, length)
                 )
-            if self._extends(window):
-                tokens, zero = np.zeros(config.prefill_chunk, np.int32), np.int32(0)
+            for size in self._extensions(window):
+                tokens, zero = np.zeros(size, np.int32), np.int32(0)
                 lower = functools.partial(run.extend.lower, weights, cache, tokens, zero, zero)
-                found[_EXTEND.format(config.prefill_chunk, window)] = lower
+                found[_EXTEND.format(size, window)] = lower
             found[_FORK.format(window)] = functools.partial(
                 run.fork.lower, cache.keys[0], Moves.of({}, config.max_slots, window)
             )
@@ -461,9 +463,9 @@ class ModelRunner:
             for rows, length in self._prefill_shapes(window):
                 prefill = functools.partial(self.prefill, np.zeros((rows, length), np.int32), nowhere)
                 yield f"prefill, {rows} × {length} prompt tokens, window {window}", prefill
-            if self._extends(window):
-                extend = functools.partial(self.extend, np.zeros(1, np.int32), slots, 0)
-                yield _EXTEND.format(self._config.prefill_chunk, window), extend
+            for size in self._extensions(window):
+                extend = functools.partial(self.extend, np.zeros(size, np.int32), slots, 0)
+                yield _EXTEND.format(size, window), extend
         yield "digests", self._weights.digests
 
     def _prefill_shapes(self, window: int) -> Iterator[tuple[int, int]]:
@@ -471,7 +473,8 @@ class ModelRunner:
             if length <= min(window, self.whole or window):
                 yield from ((rows, length) for rows in self._config.prefill_row_counts(length))
 
-    def _extends(self, window: int) -> bool:
-        """Whether prompts that are prefilled by chunks fit into that window."""
-        buckets, whole = self._config.prefill_buckets, self.whole
-        return whole is not None and buckets[-1] > whole and window > max([0, *(b for b in buckets if b <= whole)])
+    def _extensions(self, window: int) -> Iterator[int]:
+        """Padded lengths of what is added to cached texts of that window: those that whole prefill could be longer."""
+        buckets = self._config.prefill_buckets
+        longest = next((length for length in buckets if length >= window - 1), buckets[-1])
+        return (size for size in self._config.chunk_buckets if size < longest)

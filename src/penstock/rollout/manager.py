@@ -150,7 +150,7 @@ class RolloutManager:
             decoder = load_policy(source, seed, codec)
         else:
             decoder = initial_model
-        engine = InferenceEngine(decoder, WeightVersion(0, weight_step), codec, inference)
+        engine = InferenceEngine(decoder, WeightVersion(0, weight_step), codec, inference, forgets=True)
         shape = shapes_of(decoder)
         manager = cls(
             Curriculum(curriculum),
