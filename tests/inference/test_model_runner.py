@@ -162,12 +162,20 @@ def test_the_program_of_a_dispatch_is_chosen_by_what_is_live_alone(decoder, conf
             "pages",
         )
     assert runner._decode_shape(rows_of(dict.fromkeys(range(3), 9))) == ("decode, window 128", 6, "dense")
-    runner.resize(300)  # pages of 128: 18 in all
+    runner.resize(300)  # pages of 64: 30 in all
     ragged = {0: 290, **dict.fromkeys(range(1, 6), 9)}
     assert runner._decode_shape(rows_of(ragged)) == ("decode, 6 rows by pages, window 300", 6, "pages")
-    assert runner._decode_shape(rows_of(ragged | {1: 130})) == ("decode, 6 rows by pages, window 300", 6, "pages")
-    assert runner._decode_shape(rows_of(ragged | {1: 125})) == ("decode, 6 rows by pages, window 300", 6, "pages")
-    assert runner._decode_shape(rows_of(ragged | {1: 130, 2: 128})) == ("decode, window 300", 6, "dense")
+    assert runner._decode_shape(rows_of(ragged | {1: 290, 2: 60})) == (
+        "decode, 6 rows by pages, window 300",
+        6,
+        "pages",
+    )
+    assert runner._decode_shape(rows_of(ragged | {1: 290, 2: 61})) == (
+        "decode, 6 rows by pages, window 300",
+        6,
+        "pages",
+    )
+    assert runner._decode_shape(rows_of(ragged | {1: 290, 2: 125})) == ("decode, window 300", 6, "dense")
 
 
 @pytest.mark.parametrize("run", [True, False])

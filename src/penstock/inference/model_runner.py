@@ -309,7 +309,7 @@ class ModelRunner:
         slots = self._config.max_slots
         yield _DECODE.format(window), slots, "dense"
         for rows in self._config.decode_buckets if self._by_pages else ():
-            if rows < slots or window > page_positions(window):
+            if rows < slots or window > 2 * page_positions(window):
                 yield _PAGES.format(rows, window), rows, "pages"
 
     def _decode_shape(self, rows: HostRows) -> tuple[str, int, DecodeKernel]:
@@ -321,7 +321,7 @@ class ModelRunner:
         size = page_positions(window)
         reach = (rows["positions"] + np.minimum(rows["budget"], self._steps))[live]
         filled, whole = int((-(-reach // size)).sum()), -(-window // size) * slots
-        if count == slots and (2 * filled > whole or window == size or not self._by_pages):
+        if count == slots and (2 * filled > whole or window <= 2 * size or not self._by_pages):
             return _DECODE.format(window), slots, "dense"
         return _PAGES.format(count, window), count, "pages"
 
