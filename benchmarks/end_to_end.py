@@ -59,7 +59,7 @@ class Case(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One run: seconds of each step, the mean length of its last answers, bytes at the peak."""
+    """One run: seconds of each step, the mean length of its answers, bytes at the peak."""
 
     seconds: list[float]
     length: float
@@ -97,7 +97,7 @@ def child(case: Case, staleness_budget: int, steps: int, folder: Path) -> None:
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if "train/loss" in row]
     told = {
         "steps": [row["time"] for row in rows],
-        "length": rows[-1]["train/tokens"] / rows[-1]["train/sequences"],
+        "length": sum(row["train/tokens"] for row in rows) / sum(row["train/sequences"] for row in rows),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     print(json.dumps(told))

@@ -145,6 +145,7 @@ def test_normalised_advantages_have_mean_zero_and_deviation_one_over_all_tokens(
 # --- updates --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_values_come_to_explain_the_rewards(decoder, config, earning, make_batch):
     learner = Learner(decoder, ppo(config, optimizer=OptimizerConfig(learning_rate=0.003, warmup_steps=0)), 60)
     seen = [learner.update(make_batch(earning, step), step) for step in range(40)]
@@ -191,6 +192,7 @@ def head():
     return ValueHead(jnp.asarray(rng.normal(size=16) * 0.1, jnp.float32), jnp.asarray(0.2, jnp.float32))
 
 
+@pytest.mark.slow
 def test_micro_batches_change_nothing(decoder, config, earning, head):
     whole, one = gradients(decoder, ppo(config), earning, head, rows=8)
     parts, several = gradients(decoder, ppo(config), earning, head, rows=1)
@@ -217,6 +219,7 @@ def test_the_gradient_of_values_is_that_of_finite_differences(decoder, config, e
     assert finite(ValueHead(jnp.zeros(16), jnp.ones(()))) == pytest.approx(float(of_head.bias), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_the_value_loss_reaches_the_layers_in_proportion_to_its_coefficient(decoder, config, earning, head):
     found = {}
     for coefficient in (0.5, 1.0, 1.5):

@@ -22,7 +22,7 @@ def _gradients(learner, examples):
     return jax.tree.leaves(gradients), {batch.tokens.shape for batch in plan.micro_batches}
 
 
-@pytest.mark.parametrize("remat", ["layer", "products"])
+@pytest.mark.parametrize("remat", [pytest.param("layer", marks=pytest.mark.slow), "products"])
 def test_the_gradient_is_the_same_whatever_the_rows(decoder, config, draw_examples, remat):
     examples = draw_examples(LENGTHS)
     config = config.model_copy(update={"remat": remat})
@@ -34,7 +34,7 @@ def test_the_gradient_is_the_same_whatever_the_rows(decoder, config, draw_exampl
     assert max(float(np.abs(leaf).max()) for leaf in whole) > 1e-3
 
 
-@pytest.mark.parametrize("remat", ["layer", "products"])
+@pytest.mark.parametrize("remat", ["layer", pytest.param("products", marks=pytest.mark.slow)])
 def test_the_gradient_by_blocks_is_the_dense_one(decoder, config, examples, remat):
     dense, blocks = (
         _gradients(Learner(decoder, config.model_copy(update={"attention": name, "remat": remat}), 10), examples)[0]

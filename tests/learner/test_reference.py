@@ -89,6 +89,7 @@ def drift(learner: Learner, decoder: Decoder, examples) -> float:
     return float(np.concatenate([np.abs(new - old)[example.loss_mask] for new, old, example in pairs]).mean())
 
 
+@pytest.mark.slow
 def test_a_large_coefficient_keeps_the_policy(decoder, config, examples, make_batch):
     moved = {}
     for coefficient in (0.0, 1000.0):
@@ -118,6 +119,7 @@ def test_the_first_update_is_as_without_it_and_the_metric_is_k3(decoder, config,
     assert metrics["train/kl_reference"] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_micro_batches_change_nothing(decoder, config, examples, make_batch):
     scored = tuple(replace(e, reference_log_probs=(e.generator_log_probs * 0.9).astype(np.float32)) for e in examples)
     found = []
@@ -216,7 +218,7 @@ def halved(decoder: Decoder) -> Decoder:
     return Decoder.from_arrays(shape, {name: array.astype("bfloat16") for name, array in named_arrays(decoder).items()})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kl",
     [

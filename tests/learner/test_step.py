@@ -47,7 +47,7 @@ def _accumulated(decoder, examples, loss, config, rows, surrogate=LossConfig(sur
     return so_far, len(plan.micro_batches)
 
 
-@pytest.mark.parametrize("remat", ["layer", "products"])
+@pytest.mark.parametrize("remat", ["layer", pytest.param("products", marks=pytest.mark.slow)])
 def test_the_gradient_equals_the_plain_one_with_unequal_lengths(decoder, config, examples, remat):
     config = config.model_copy(update={"remat": remat})
     plain = jax.jit(jax.value_and_grad(lambda d, weights: _plain_loss(d, examples, weights)))
@@ -68,10 +68,7 @@ def test_the_gradient_equals_the_plain_one_with_unequal_lengths(decoder, config,
 
 @pytest.mark.parametrize(
     "preset",
-    [
-        pytest.param(each, marks=() if each in ("rloo", "gspo", "cispo") else pytest.mark.slow)
-        for each in get_args(Preset)
-    ],
+    [pytest.param(each, marks=() if each == "gspo" else pytest.mark.slow) for each in get_args(Preset)],
 )
 def test_micro_batches_add_up_to_the_one_batch_gradient(decoder, config, examples, preset):
     correction = {"scope": "sequence_mean", "veto": 1e-3}

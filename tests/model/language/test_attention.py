@@ -62,7 +62,9 @@ def test_pages_are_listed_row_by_row():
 
 @pytest.mark.parametrize("slots", [[3, 0, 4, 1], [0, 1, 2, 3]])
 @pytest.mark.parametrize("window", [None, 100, 3])
-@pytest.mark.parametrize("length", [300, 256, 90, 50])
+@pytest.mark.parametrize(
+    "length", [300, pytest.param(256, marks=pytest.mark.slow), 90, pytest.param(50, marks=pytest.mark.slow)]
+)
 def test_pages_give_what_the_whole_cache_gives(window, length, slots):
     rng, of_all = np.random.default_rng(length), slots == [0, 1, 2, 3]
     keys, values = (jnp.asarray(rng.normal(size=(5 - of_all, 2, length, 8)), jnp.float32) for _ in range(2))
