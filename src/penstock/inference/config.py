@@ -99,6 +99,11 @@ class EngineConfig(BaseModel):
         return _buckets(self.windows, SMALLEST_WINDOW, 2, self.max_seq_len, self.max_seq_len - 1)
 
     @property
+    def longest_whole(self) -> int:
+        """Where prompts go by chunks: those of a greater padded length do."""
+        return 2 * self.prefill_chunk
+
+    @property
     def chunk_buckets(self) -> tuple[int, ...]:
         """Padded lengths of what is added to a cached text, ascending; the last is `prefill_chunk`."""
         return tuple(sorted({max(1, self.prefill_chunk // 4), self.prefill_chunk}))

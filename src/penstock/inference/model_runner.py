@@ -275,7 +275,7 @@ class ModelRunner:
     @property
     def whole(self) -> int | None:
         """Prompts whose padded length is greater are prefilled by `extend`, chunk by chunk; None: no prompt."""
-        return 2 * self._config.prefill_chunk if self._by_pages else None
+        return self._config.longest_whole if self._by_pages else None
 
     def extend(self, tokens: Int32[np.ndarray, " length"], slot: int, start: int) -> None:
         """Adds tokens of a prompt to what its slot holds, from that position on."""
