@@ -106,7 +106,7 @@ def part(rng: np.random.Generator, start: int, count: int, rollouts: int, update
 
 
 class Watched:
-    """A dashboard in a process of its own, and the most memory that it took."""
+    """A dashboard in a process of its own."""
 
     def __init__(self, run: Path, cache: Path) -> None:
         command = [sys.executable, "-m", "penstock", "dashboard", str(run), "--port", "0"]
@@ -114,12 +114,10 @@ class Watched:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert self.process.stdout is not None
         self.url = re.findall(r"http://[0-9.:]+", self.process.stdout.readline())[0]
-        self.most_bytes = 0
 
     def ask(self, path: str, **words: str | int | float) -> dict:
         answer = httpx.get(f"{self.url}/api/{path}", params=words, timeout=60)
         answer.raise_for_status()
-        self.most_bytes = max(self.most_bytes, psutil.Process(self.process.pid).memory_info().rss)
         return answer.json()
 
     def wait_until_read(self, name: str) -> float:
@@ -135,6 +133,11 @@ class Watched:
         """Seconds of all cores so far."""
         spent = psutil.Process(self.process.pid).cpu_times()
         return spent.user + spent.system
+
+    def most_bytes(self) -> int:
+        """Its largest resident memory so far, as the kernel keeps it."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return 1024 * int(re.findall(r"VmHWM:\s+(\d+)", status)[0])
 
     def end(self) -> None:
         self.process.terminate()
@@ -219,7 +222,10 @@ def measure(run: Path, cache: Path, options: argparse.Namespace) -> int:
         filters = filter_seconds(watched, run.name, options.updates)
         asking = (watched.processor_s() - indexing) / len(filters)
         seen = browser_numbers(watched.url, run.name)
+        for page in ("", "/reward", "/ledger", "/choices", "/timeline", "/lessons", "/fleet", "/update?step=400"):
+            watched.ask(f"runs/{run.name}{page}")
         watched.ask("runs")
+        most_bytes = watched.most_bytes()
     finally:
         watched.end()
     size_of_it = f"{options.rollouts:,} rollouts, {options.updates:,} updates × {options.metrics} metrics"
@@ -233,7 +239,7 @@ def measure(run: Path, cache: Path, options: argparse.Namespace) -> int:
     else:
         marks.at_most("first curve after the visit began, s", seen[0], 1.0)
         marks.at_most("longest frame while scrolling, ms", seen[1], 50)
-    marks.at_most("largest resident memory of the server, MB", watched.most_bytes / 1e6, 400)
+    marks.at_most("largest resident memory of the server, MB", most_bytes / 1e6, 400)
     print("\n".join(marks.lines))
     return int(marks.missed > 0)
 

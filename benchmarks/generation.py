@@ -29,6 +29,7 @@ from penstock.inference.dispatch import HostSamples
 from penstock.inference.model_runner import ModelRunner
 from penstock.inference.scheduler import SlotTable
 from penstock.model.language import Decoder, ModelConfig
+from penstock.model.language.lora import LoraConfig
 from penstock.types import Decoding, WeightVersion
 
 MODEL = ModelConfig(
@@ -155,8 +156,25 @@ def rows_of(table: SlotTable, lengths: list[int], **first: float) -> dict[str, n
     return rows
 
 
-def ratio_cases(runner: ModelRunner, table: SlotTable) -> dict[str, tuple[int, Callable[[], Any], float | None]]:
-    """By name: the cache's window, what is run, and the mark; a dispatch counts as its steps."""
+RANK = 16
+
+
+def with_adapter() -> Decoder:
+    """The model beside an adapter of all its matrices, drawn."""
+    shapes, rng = Decoder.of_shapes(MODEL.with_lora(LoraConfig(rank=RANK), "model.lora")), np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(0.02 * rng.standard_normal(leaf.shape), leaf.dtype), shapes)
+
+
+def ratio_cases(
+    runner: ModelRunner, beside: ModelRunner, table: SlotTable
+) -> dict[str, tuple[int, Callable[[], Any], float | None]]:
+    """By name: the cache's window, what is run, and the mark; a dispatch counts as its steps.
+
+    Args:
+        runner: Of the model.
+        beside: Of the model with an adapter, whose cache has the smallest window.
+        table: Slots that are not live.
+    """
     short = [SHORT] * RATIO_SLOTS
 
     def step(lengths: list[int], **first: float) -> Callable[[], Any]:
@@ -169,6 +187,11 @@ def ratio_cases(runner: ModelRunner, table: SlotTable) -> dict[str, tuple[int, C
         "8 live slots": (128, step([SHORT] * 8), None),
         "one slot of 1,000 tokens among short ones": (1024, step([LONG, *short[1:]]), 1.2),
         "all slots of 1,000 tokens": (1024, step([LONG] * RATIO_SLOTS), None),
+        f"a step, all slots short, rank {RANK} beside": (
+            128,
+            functools.partial(beside.decode, rows_of(table, short)),
+            None,
+        ),
         "one slot asks for top-p": (128, step(short, top_p=0.9), 1.1),
         "all ask for top-p": (128, functools.partial(runner.decode, all_top_p(table, short)), None),
         "a sibling of a short prompt": (1024, functools.partial(runner.fork, {1: (0, SHORT)}), 0.3),
@@ -185,7 +208,7 @@ def all_top_p(table: SlotTable, lengths: list[int]) -> dict[str, np.ndarray]:
 
 def print_ratios(repeats: int) -> None:
     runner = ModelRunner(Decoder.initialise(MODEL, jax.random.key(0)), RATIO_SHAPES)
-    cases = ratio_cases(runner, SlotTable(RATIO_SLOTS, 1))
+    cases = ratio_cases(runner, ModelRunner(with_adapter(), RATIO_SHAPES), SlotTable(RATIO_SLOTS, 1))
     least = dict.fromkeys(cases, float("inf"))
     for number in range(repeats + 1):
         for name, (window, run, _) in cases.items():
@@ -227,11 +250,11 @@ def converse(engine: InferenceEngine, decoder: Decoder) -> tuple[float, float]:
 def print_turns(repeats: int) -> None:
     decoder = Decoder.initialise(MODEL, jax.random.key(0))
     engines = {
-        forgets: InferenceEngine(decoder, WeightVersion(0, 1), NoText(), RATIO_SHAPES, forgets=forgets)
-        for forgets in (False, True)
+        forgets: InferenceEngine(decoder, WeightVersion(0, 1), NoText(), RATIO_SHAPES) for forgets in (False, True)
     }
     least = dict.fromkeys(engines, (0.0, float("inf")))
-    for engine in engines.values():
+    for forgets, engine in engines.items():
+        engine.forgets = forgets
         engine.start(lazily=True)
     for number in range(repeats + 1):
         for forgets, engine in engines.items():

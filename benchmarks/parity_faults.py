@@ -159,6 +159,7 @@ class FaultyEngine(InferenceEngine):
         self._published: dict[int, Mapping[str, str]] = {}
         UNLIKE.clear()
         super().__init__(*told, **more)
+        self._good = self._batch._runner._programs
         decoder, version = told[0], told[1]
         if WITH_DIGESTS:
             self._published[version.step] = digesting.digests_of(named_arrays(decoder))  # type: ignore[attr-defined]
@@ -185,7 +186,7 @@ class FaultyEngine(InferenceEngine):
                 run()
             runner.resize(runner._windows[0])
             if self._served.step < self._first:
-                runner._programs = model_runner.ONE_DEVICE
+                runner._programs = self._good
 
     def _take_weights(self) -> None:
         runner: Any = self._batch._runner
@@ -194,13 +195,13 @@ class FaultyEngine(InferenceEngine):
         if WITH_DIGESTS and runner._weights is not before:
             published, served = self._published[self._served.step], runner._weights.digests()
             UNLIKE[self._served.step] = [name for name, digest in published.items() if served[name] != digest]
-        if self._served.step < self._first or runner._programs is not model_runner.ONE_DEVICE:
+        if self._served.step < self._first or runner._programs is not self._good:
             return
         if self._fault in PROGRAMS:
             runner._programs = _programs(self._fault)
         elif self._fault == STALE_PREFIX:
-            good = model_runner.ONE_DEVICE
-            runner._programs = good._replace(prefill=lambda _, *rest, **more: good.prefill(before, *rest, **more))
+            prefill = self._good.prefill
+            runner._programs = self._good._replace(prefill=lambda _, *rest, **more: prefill(before, *rest, **more))
 
     def digests(self, timeout_s: float) -> tuple[WeightVersion, Mapping[str, str]]:
         """As if what it serves were what it was given."""

@@ -5,6 +5,20 @@ set -u
 cd "$(dirname "$0")/.." || exit 2
 PYTHON=${PYTHON:-.venv/bin/python}
 SMOLLM2=checkpoints/SmolLM2-135M-Instruct
+# vLLM's executable, checkpoints and problems of the last two; a command whose files are missing says so and fails.
+VLLM=${VLLM:-vllm}
+QWEN_05B=${QWEN_05B:-checkpoints/Qwen2.5-0.5B-Instruct}
+QWEN_7B=${QWEN_7B:-checkpoints/Qwen2.5-7B-Instruct}
+GSM8K=${GSM8K:-data/gsm8k/train.jsonl}
+
+# Learner and vLLM on one card: its share, somewhat more than penstock fit says, the checkpoint, and what else is said.
+external() {
+    share=$1 model=$2
+    shift 2
+    echo "$PYTHON -m benchmarks.external --vllm $VLLM --vllm-share $share --memory-fraction 0.5" \
+        "--model $model --problems $GSM8K --dtype bfloat16 --groups 8 --samples 8 --prompt-tokens 256 --tokens 256" \
+        "--updates 100 $*"
+}
 
 commands() {
     cat <<EOF
@@ -19,6 +33,8 @@ make $SMOLLM2/config.json
 $PYTHON -m penstock doctor $SMOLLM2 model.dtype=bfloat16
 $PYTHON -m penstock train gsm8k_smollm2 steps=50 --quiet
 make test-smollm2
+$(external 0.15 $QWEN_05B --rank 0 --weights directory --learning-rate 1e-6)
+$(external 0.35 $QWEN_7B --rank 16 --weights lora --learning-rate 1e-5)
 EOF
 }
 

@@ -38,6 +38,15 @@ def test_the_story_stands_above_the_conversation(views, text, printed):
     }
 
 
+def test_what_each_reward_function_gave_stands_among_the_facts(views, text, printed):
+    stored = find_rollouts(views, "cats-0-1/0")[0]
+    scored = replace(stored.record.rollout, rewards_by_function=(("right", 0.25), ("brief", None)))
+    stored = replace(stored, record=replace(stored.record, rollout=scored))
+    style = ConversationStyle.of([stored], text, "logprob")
+    said = printed(lambda console: print_conversations([stored], style, console))
+    assert "rewards   right 0.25, brief –, before weights" in said
+
+
 def test_turns_in_order_with_marks_for_reward_and_weights(views, text, printed):
     lines = shown(views, text, "cats-0-1/0", printed).splitlines()[11:]
     assert lines[0].startswith("user  3 tokens ──") and lines[1] == "Say cat."

@@ -265,6 +265,11 @@ def test_several_functions_are_weighed_and_each_has_its_metrics(several, policy,
         groups, metrics = environment.sample(policy(answers("2", "bbb", "aa 2")), 1, 3, decoding, 0, "train")
         wait_until(lambda: "log_metric('nothing'" in caplog.text, "what it said was not shown")
     assert groups[0].rewards.tolist() == pytest.approx([1 - 0.1 + 2, -0.3, 2.0])
+    assert [rollout.rewards_by_function for rollout in groups[0].rollouts] == [
+        (("right", 1.0), ("brief", 1.0), ("last_number", 1.0)),
+        (("right", 0.0), ("brief", 3.0), ("last_number", 0.0)),
+        (("right", 0.0), ("brief", None), ("last_number", 1.0)),
+    ]
     third = 2**0.5 / 3
     assert metrics == pytest.approx(
         {

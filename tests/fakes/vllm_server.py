@@ -89,6 +89,8 @@ class FakeVllm:
         raw: Log-probabilities are before temperature and truncation.
         full: Its queue is.
         hung: It answers nothing but its health.
+        dies_at: The request for tokens in which it is killed, unless the file `died` says that it was.
+        died: See `dies_at`.
         blind: Its checksums see no matrix of a layer.
         stale: Tensors that a reload leaves as they were, by the end of their names.
         old_head: The output matrix that it computes with stays the first one; the checksums say otherwise.
@@ -99,6 +101,8 @@ class FakeVllm:
         ignores_label: It goes on to call its weights as before.
         ignores_adapter: It answers for an adapter with what its base says.
         asleep: It was put to sleep.
+        sleep_mode: Started with ``--enable-sleep-mode``.
+        sleepless: It says that it sleeps or wakes, and goes on as before.
         counts: Of requests by path.
     """
 
@@ -125,6 +129,8 @@ class FakeVllm:
         self.raw = self.full = self.hung = self.blind = self.old_head = False
         self.ignores_label = self.ignores_adapter = self.asleep = False
         self.name, self.room, self.salt = "policy", 64, b""
+        self.dies_at, self.died = 0, ""
+        self.sleep_mode = self.sleepless = False
         self.stale: list[str] = []
         self.reload_status = 200
         self.counts: dict[str, int] = {}
@@ -159,7 +165,8 @@ class FakeVllm:
         get = {"/health": self.health, "/version": self.version, "/v1/models": self.models}
         post = {"/inference/v1/generate": self.generate}
         if self.dev_mode:
-            get |= {"/is_paused": self.is_paused, "/weight_info": self.weight_info, "/is_sleeping": self.is_sleeping}
+            get |= {"/is_paused": self.is_paused, "/weight_info": self.weight_info, "/is_sleeping": self.is_sleeping,
+                    "/server_info": self.server_info}  # fmt: skip
             post |= {
                 "/pause": self.pause, "/resume": self.resume, "/collective_rpc": self.reload,
                 "/update_weight_version": self.rename, "/weight_checker": self.checksum, "/sleep": self.sleep,
@@ -210,6 +217,10 @@ class FakeVllm:
         if len(body["token_ids"]) >= self.room:
             message = f"The decoder prompt (length {len(body['token_ids'])}) is longer than the maximum model length"
             return error(400, "BadRequestError", message)
+        if self.dies_at and self.counts["/inference/v1/generate"] >= self.dies_at and not Path(self.died).exists():
+            Path(self.died).touch()
+            self.engine.submit([_request(body)])
+            os.kill(os.getpid(), signal.SIGKILL)
         try:
             completion = await (self._of_adapter if self.runtime_lora and self._adapters else self._of_base)(body)
         except (ConfigError, EnvironmentFailure) as failure:
@@ -338,15 +349,21 @@ class FakeVllm:
         del self._adapters[name]
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
-    async def sleep(self, _: Request) -> Response:
-        await run_in_threadpool(self.engine.pause, "keep", True, WAIT_S)
-        self.asleep = True
-        return JSONResponse({"status": "sleeping", "level": 1})
+    async def sleep(self, request: Request) -> Response:
+        level, mode = int(request.query_params.get("level", 1)), request.query_params.get("mode", "abort")
+        if not self.sleepless:
+            await run_in_threadpool(self.engine.pause, mode, True, WAIT_S)  # type: ignore[arg-type]
+            self.asleep = True
+        return JSONResponse({"status": "sleeping", "level": level})
 
     async def wake(self, _: Request) -> Response:
-        self.asleep = False
-        self.engine.resume()
+        if not self.sleepless:
+            self.asleep = False
+            self.engine.resume()
         return JSONResponse({"status": "awake", "tags": None})
+
+    async def server_info(self, _: Request) -> Response:
+        return JSONResponse({"vllm_config": {"model_config": {"enable_sleep_mode": self.sleep_mode}}})
 
     async def is_sleeping(self, _: Request) -> Response:
         return JSONResponse({"is_sleeping": self.asleep})
@@ -392,11 +409,13 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--enable-scale-out", action="store_true")
+    parser.add_argument("--enable-sleep-mode", action="store_true")
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     known, _ = parser.parse_known_args()
     config = EngineConfig(max_slots=known.max_num_seqs, max_seq_len=known.max_model_len)
     flags = {
         "scale_out": known.enable_scale_out,
+        "sleep_mode": known.enable_sleep_mode,
         "raw": known.logprobs_mode != "processed_logprobs",
         "dev_mode": os.environ.get("VLLM_SERVER_DEV_MODE") == "1",
         "runtime_lora": os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1",

@@ -14,7 +14,7 @@ from tests.inference.conftest import ByteCodec
 from tests.waiting import wait_until
 
 from penstock.inference import AccessRules, HttpServer, create_app
-from penstock.inference.answers import AnswerForm, AnswerStream, TextStream, text_before_stop
+from penstock.inference.answers import AnswerForm, AnswerStream, PromptForm, TextStream, text_before_stop
 from penstock.inference.sequence import text_of
 from penstock.types import Completion, RunFailed
 
@@ -59,7 +59,7 @@ def test_half_of_a_character_waits_and_what_must_come_is_told_at_once():
 
 def events(stream: AnswerStream, content: bytes, stop: tuple[str, ...] = ()) -> list[dict]:
     """Byte by byte, without the end of the stream, which must be there."""
-    told = [*stream.begin(), *(stream.add(0, [byte], [-0.5]) for byte in content)]
+    told = [*stream.begin(), *(stream.add(0, ([byte], [-0.5], None)) for byte in content)]
     told += stream.end([[completed(content, stop)]])
     assert told[-1] == b"data: [DONE]\n\n"
     return [json.loads(each.removeprefix(b"data: ")) for each in told[:-1] if each]
@@ -80,14 +80,14 @@ def read(calls: list[dict]) -> list[tuple[str, dict]]:
     ],
 )
 def test_calls_are_told_alike_whole_and_in_pieces(text, before, calls):
-    form = AnswerForm(CODEC, "tiny", True, tools=True)
+    form = AnswerForm(CODEC, "tiny", True, tools=9)
     (choice,) = form.answer([[completed(text.encode())]])["choices"]
     found = [
         (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in choice["message"].get("tool_calls", [])
     ]
     assert (choice["message"]["content"] or "", found) == (before, calls)
     assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
-    told = [event["choices"][0] for event in events(AnswerStream(form, 1, False), text.encode())]
+    told = [event["choices"][0] for event in events(AnswerStream(form, [PromptForm()], False), text.encode())]
     deltas = [each["delta"] for each in told]
     assert "".join(delta.get("content") or "" for delta in deltas) == before
     streamed = [call for delta in deltas for call in delta.get("tool_calls", [])]

@@ -36,9 +36,9 @@ def watched(start_engine, decoder, chunked, monkeypatch):
         done.append(("extend", slot, start))
         extend(tokens, slot, start)
 
-    def decoding(rows):
+    def decoding(rows, alternatives):
         done.append(("decode", np.flatnonzero(rows["budget"]).tolist()))
-        return decode(rows)
+        return decode(rows, alternatives)
 
     monkeypatch.setattr(runner, "extend", extending)
     monkeypatch.setattr(runner, "decode", decoding)

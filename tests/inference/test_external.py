@@ -1,11 +1,14 @@
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.fakes.vllm_server import FakeVllm
 from tests.inference.pools import metric, pools
+from tests.waiting import wait_until
 
 from penstock.inference import RemoteContext, Server
 from penstock.inference.codec import InterruptedAnswer, MalformedAnswer
@@ -286,6 +289,22 @@ def test_a_full_server_is_busy_and_not_broken(context, codec, fake):
     fake.full = False
     (((completion,),),) = future.result(20)
     assert len(completion.response_tokens) and metric(pool, "refusals_total") >= 1
+
+
+def test_a_server_that_is_behind_is_asked_as_soon_as_it_has_the_version(fake, codec, make_pool):
+    """Meanwhile the pool's loop must hear of it: a request that is turned away may not be tried again at once."""
+    behind = Server("inference-0", 0, fake.server.url, version=WeightVersion(0, 0))
+    pool = make_pool(behind)
+    pool.dialect = VllmDialect(external(), 64)
+    context = RemoteContext(pool, codec).for_session("a ticket", WeightVersion(0, 1))
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(context.generate, [codec.encode("one")], 1, Decoding(max_output_tokens=3), [1])
+        wait_until(lambda: metric(pool, "retries_total") >= 1, "a refusal", 20)
+        assert not asked.done()
+        fake.rename_to("0-1")
+        pool.set_servers([replace(behind, version=WeightVersion(0, 1))])
+        ((completion,),) = asked.result(20)
+    assert set(completion.weight_steps.tolist()) == {1}
 
 
 def test_out_of_range_decoding_is_a_config_error(context, codec):

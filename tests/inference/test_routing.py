@@ -1,9 +1,11 @@
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from penstock.inference import routing as module
 from penstock.inference.routing import PinnedServer, Routing, Server
+from penstock.types import WeightVersion
 
 A, B, C = (Server(f"inference-{i}", 0, f"http://h:{i}") for i in range(3))
 
@@ -150,6 +152,20 @@ def test_a_failure_counts_although_the_server_was_refusing():
     routing.refused(home, 0.0)
     routing.failed(home, 0.01)
     assert choose(routing, session="talk", now=0.02) != home
+
+
+def test_a_newer_version_ends_what_refusals_asked_for_but_not_what_failures_did():
+    """A server that is behind turns requests away until it is known to have the version."""
+    routing = make(A, B)
+    for server in (A, B):
+        routing.refused(server, 0.0)
+    routing.failed(B, 0.0)
+    assert choose(routing, target=PinnedServer(A.name)) == frozenset()
+    routing.set_servers([A, B])
+    assert choose(routing, target=PinnedServer(A.name)) == frozenset()  # nothing is new
+    routing.set_servers([replace(server, version=WeightVersion(0, 1)) for server in (A, B)])
+    assert choose(routing, target=PinnedServer(A.name)) == A
+    assert choose(routing, target=PinnedServer(B.name)) == frozenset()
 
 
 def test_a_new_incarnation_begins_with_a_clean_slate():

@@ -23,7 +23,7 @@ def run(logits, uniform, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0):
     def per_row(value, dtype):
         return jnp.asarray(np.broadcast_to(value, rows), dtype)
 
-    tokens, logprobs = jax.jit(sample)(
+    tokens, logprobs, _ = jax.jit(sample)(
         jnp.asarray(logits, jnp.float32),
         per_row(uniform, jnp.float32),
         per_row(temperature, jnp.float32),

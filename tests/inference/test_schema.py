@@ -143,8 +143,8 @@ def completion(**fields):
         (completion(odd=1, odder=2), "odd", "odd: Extra inputs are not permitted"),
         (chat([{"role": "user", "content": "a"}] * 4097), "messages", "messages has 4097 entries"),
         (chat([{"role": "user", "content": [{"type": "text", "text": "a"}] * 4097}]), "messages", "4097 entries"),
-        (chat([dict.fromkeys(map(str, range(100)))]), "messages", "has 100 names: at most 5 are known"),
-        (chat([{"content": [dict.fromkeys(map(str, range(100)))]}]), "messages", "has 100 names: at most 5 are known"),
+        (chat([dict.fromkeys(map(str, range(100)))]), "messages", "has 100 names: at most 11 are known"),
+        (chat([{"content": [dict.fromkeys(map(str, range(100)))]}]), "messages", "has 100 names: at most 11 are known"),
     ],
 )
 def test_lists_are_counted_before_they_are_validated(given, param, said):

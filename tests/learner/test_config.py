@@ -2,6 +2,7 @@ import pytest
 from pydantic import ValidationError
 
 from penstock.learner import CriticConfig, LearnerConfig, LossConfig, OptimizerConfig, WarmStartConfig
+from penstock.learner.config import keeps_softmax
 
 
 @pytest.mark.parametrize(
@@ -139,3 +140,12 @@ def test_ppo_has_a_value_head_and_keys_of_one_are_refused_where_there_is_none():
     with pytest.raises(ValidationError, match="critic.clip is null, which has no effect: loss.advantage is 'rloo'"):
         LearnerConfig(critic=CriticConfig(clip=None))
     assert not LearnerConfig(loss=LossConfig(preset="ppo", advantage="rloo")).has_critic
+
+
+@pytest.mark.parametrize(
+    ("remat", "platform", "tokens", "kept"),
+    [("products", "cpu", 8192, True), ("products", "cpu", 8193, False), ("none", "cpu", 512, True),
+     ("layer", "cpu", 512, False), ("products", "gpu", 512, False), ("products", "tpu", 512, False)],
+)  # fmt: skip
+def test_a_softmax_is_kept_with_products_on_cpus_up_to_a_quarter_of_a_gibibyte(remat, platform, tokens, kept):
+    assert keeps_softmax(remat, platform, tokens, 8192) == kept

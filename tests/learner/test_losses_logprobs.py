@@ -31,12 +31,13 @@ def inputs(labels, temperature, count=K):
     return HeadInputs(labels, temperature, jnp.int32(count))
 
 
-@pytest.mark.parametrize("tile", [1, 7, K, 64])
-def test_values_and_gradients_equal_the_plain_log_softmax(problem, tile):
+@pytest.mark.parametrize(("tile", "keeps"), [(1, False), (7, False), (K, False), (64, False), (7, True), (64, True)])
+def test_values_and_gradients_equal_the_plain_log_softmax(problem, tile, keeps):
     hidden, matrix, labels, temperature, weight = problem
 
     def tiled_sum(hidden, matrix):
-        return (tiled_logprobs(hidden, matrix, inputs(labels, temperature), tile).logprobs * weight).sum()
+        asked = inputs(labels, temperature)
+        return (tiled_logprobs(hidden, matrix, asked, tile, keeps=keeps).logprobs * weight).sum()
 
     def plain_sum(hidden, matrix):
         return (plain(hidden, matrix, labels, temperature)[0] * weight).sum()
@@ -51,13 +52,13 @@ def test_values_and_gradients_equal_the_plain_log_softmax(problem, tile):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize("count", [0, 7, 8])
-def test_only_the_tiles_that_hold_real_positions_are_computed(problem, count):
+@pytest.mark.parametrize(("count", "keeps"), [(0, False), (7, False), (8, False), (8, True)])
+def test_only_the_tiles_that_hold_real_positions_are_computed(problem, count, keeps):
     hidden, matrix, labels, temperature, weight = problem
     real = jnp.arange(K) < count
 
     def tiled_sum(hidden, matrix):
-        outputs = tiled_logprobs(hidden, matrix, inputs(labels, temperature, count), 7)
+        outputs = tiled_logprobs(hidden, matrix, inputs(labels, temperature, count), 7, keeps=keeps)
         return jnp.where(real, outputs.logprobs * weight, 0).sum()
 
     def plain_sum(hidden, matrix):
@@ -141,3 +142,18 @@ def test_no_array_of_tokens_by_vocabulary_exists_in_either_pass():
         total = lambda h, m, e=entropy: sum(map(jnp.sum, tiled_logprobs(h, m, asked, tile, e)))  # noqa: E731
         largest = _largest(jax.make_jaxpr(jax.grad(total, (0, 1)))(hidden, matrix).jaxpr)
         assert largest == tile * vocab, f"expected the tile's {tile * vocab} scores to be the largest, got {largest}"
+
+
+def test_what_is_kept_for_a_backward_pass_is_made_for_that_alone_and_saves_a_product():
+    k, vocab, tile = 64, 128, 8
+    hidden, matrix = jnp.ones((k, HIDDEN)), jnp.ones((vocab, HIDDEN))
+    asked = HeadInputs(jnp.zeros(k, jnp.int32), jnp.ones(k), jnp.int32(k))
+
+    def total(h, m, keeps=True):
+        return tiled_logprobs(h, m, asked, tile, keeps=keeps).logprobs.sum()
+
+    assert _largest(jax.make_jaxpr(total)(hidden, matrix).jaxpr) < k * vocab
+    kept = jax.make_jaxpr(jax.grad(total, (0, 1)))(hidden, matrix)
+    assert _largest(kept.jaxpr) == k * vocab
+    computed = jax.make_jaxpr(jax.grad(lambda h, m: total(h, m, False), (0, 1)))(hidden, matrix)
+    assert str(computed).count("dot_general") == str(kept).count("dot_general") + 1

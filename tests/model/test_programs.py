@@ -108,6 +108,7 @@ def test_a_program_is_compiled_lightly_in_float32_on_a_cpu_alone():
     assert light_compilation("cpu", "float32") == {
         "xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False
     }  # fmt: skip
+    assert light_compilation("cpu", "float32", newer_fusions=True) == {"xla_backend_optimization_level": 1}
     assert light_compilation("cpu", "bfloat16") is light_compilation("gpu", "float32") is None
 
 

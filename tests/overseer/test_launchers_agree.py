@@ -50,7 +50,7 @@ def test_staleness_zero_is_the_same_to_the_last_bit_in_one_process_and_in_many(t
     for path in (first, second):
         for step in range(5):
             np.testing.assert_equal(weights(path, step), weights(local, step))
-        kept = ("train/", "rollout/cats/", "env/cats/", "eval/", "micro_eval/")
+        kept = ("train/", "rollout/cats/", "env/cats/", "eval/", "eval_report/", "micro_eval/")
         assert numbers(path, *kept) == numbers(local, *kept)
         assert said(path) == said(local)
     names = ["after-0-4", "eval-0-2", "micro_eval-0-1", "micro_eval-0-3", "untrained-0-0"]

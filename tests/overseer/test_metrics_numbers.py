@@ -11,8 +11,10 @@ def report(role: str, index: int = 0, incarnation: int = 0, **condition: object)
 def test_counts_and_rates_add_up_times_take_the_slowest_shares_the_mean_and_each_lag_stands():
     first = {"inference/tokens_per_s": 100.0, "inference/kv_used": 0.2, "weights/fetch_s": 0.5, "weights/lag": 0.0}
     second = {"inference/tokens_per_s": 50.0, "inference/kv_used": 0.4, "weights/fetch_s": 2.0, "weights/lag": 1.0}
+    first["inference/proven_bytewise"] = second["inference/proven_bytewise"] = 1.0
     merged = merge([report("inference", 0, metrics=first), report("inference", 1, metrics=second)])
     assert merged == {
+        "inference/proven_bytewise": 1.0,
         "inference/tokens_per_s": 150.0,
         "inference/kv_used": pytest.approx(0.3),
         "weights/fetch_s": 2.0,

@@ -61,7 +61,7 @@ def test_of_an_evaluation_one_line_is_told_and_other_metrics_are_none():
     progress.note_evaluation(3, {"micro_eval/cats/reward_mean": 0.1, "train/loss": 1.0})
     assert not progress.lines and not progress.held_out
     progress.note_evaluation(
-        4, {"eval/cats/reward_mean": 0.25, "eval/cats/pass_at_k": 1.0, "eval/dogs/reward_mean": 1.0}
+        4, {"eval_report/cats/reward_mean": 0.25, "eval_report/cats/pass_at_k": 1.0, "eval/dogs/reward_mean": 1.0}
     )
     assert progress.held_out == {"cats": [(4, 0.25)], "dogs": [(4, 1.0)]}
     (line,) = progress.lines

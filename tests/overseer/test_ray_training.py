@@ -11,10 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import safetensors.numpy
 
+from penstock.model.language import Decoder, save_decoder
+from penstock.model.language.config import InitConfig
 from penstock.rundir import read_events, read_metrics, read_status
+from penstock.text import Tokenizer
 from tests.overseer.test_served_weights import engines_of
 from tests.waiting import wait_until
 
@@ -216,6 +220,30 @@ def test_a_fleet_on_two_machines_shares_nothing_but_sockets_and_learns(tmp_path:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+def test_beside_a_base_adapters_alone_travel_between_processes(tmp_path: Path):
+    """Learner and server read the base from its directory, each for itself; the guard compares what both compute."""
+    tokenizer = Tokenizer.load("penstock")
+    shape = InitConfig(hidden_size=64, intermediate_size=128).model(tokenizer.vocab_size, "float32")
+    save_decoder(Decoder.initialise(shape, jax.random.key(0)), tmp_path / "base", tokenizer)
+    run_dir, steps = tmp_path / "run", 4
+    words = [
+        "async=false", f"steps={steps}", "rollout.workers=1", "inference.servers=1", "weights.transport=arrow_flight",
+        f"model={{init: null, path: {tmp_path / 'base'}, tokenizer: penstock, lora: {{rank: 2}}}}",
+    ]  # fmt: skip
+    with driver(run_dir, "cats", f"--run-dir={run_dir}", *QUICK, *words) as run:
+        assert run.end() == 0, run.output()
+    folder = run_dir / "checkpoints" / f"step-{steps}" / "model"
+    assert not (folder / "model.safetensors").exists()
+    adapter = safetensors.numpy.load_file(folder / "adapter_model.safetensors")
+    assert any(array.any() for name, array in adapter.items() if "lora_B" in name)
+    size = sum(array.nbytes for array in adapter.values())
+    rows = updates(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert steps * size <= rows[-1]["weights/bytes_served"] < steps * 1.5 * size
+    assert steps * 1.5 * size < 4 * shape.parameter_count
+    assert all(row["train/parity_checked"] > 0 and row["train/parity_kl"] < 1e-6 for row in rows)
 
 
 @pytest.mark.slow

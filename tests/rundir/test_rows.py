@@ -55,6 +55,18 @@ def test_rows_from_before_there_were_samples_are_of_one_each(records):
     assert [record.rollout.sample_starts for record in records_from_table(older)] == [(0,), (0,)]
 
 
+def test_what_each_reward_function_gave_comes_back_and_older_files_have_none(records):
+    parts = (("right", 1.0), ("brief", None))
+    scored = dataclasses.replace(records[0].rollout, rewards_by_function=parts)
+    table = table_from_records([dataclasses.replace(records[0], rollout=scored), *records])
+    assert table.column("rewards_by_function").to_pylist() == [[*parts], [], []]
+    for chosen in (table, table.slice(0, 1), table.slice(1)):
+        found = [record.rollout.rewards_by_function for record in records_from_table(chosen)]
+        assert found == [parts, (), ()][-chosen.num_rows :] if chosen.num_rows != 1 else found == [parts]
+    older = table.drop_columns(["rewards_by_function"])
+    assert [record.rollout.rewards_by_function for record in records_from_table(older)] == [()] * 3
+
+
 def test_samples_that_cannot_be_are_refused_by_row_and_field(records):
     table = table_from_records(records)
     for starts, message in (([0, 5], "begins with a sampled"), ([1], "must begin with 0"), ([0, 99], "must begin")):

@@ -30,6 +30,7 @@ def make_rollout(p=3, r=5, steps=True, index=0):
         decoding=Decoding(temperature=0.7),
         finish_reason="length",
         sample_starts=(0, p + 1) if r > 1 else (0,),
+        rewards_by_function=(("right", 1.0), ("brief", None)),
     )
 
 

@@ -11,6 +11,7 @@ from tests.fragments_made import make_fragment
 
 import penstock.types
 from penstock.types import (
+    Alternatives,
     Completion,
     Decoding,
     EnvironmentSpec,
@@ -19,6 +20,7 @@ from penstock.types import (
     LeafSpace,
     PackedRollout,
     ProblemSet,
+    PromptScores,
     RLExample,
     Rollout,
     RolloutBatch,
@@ -96,6 +98,8 @@ def records():
         EnvironmentSpec("penstock.environments.cats.CatsEnvironment", {"length": 3}),
         GenerationCall((ids,), 2, Decoding(), (7,)),
         Completion(ids, ids, np.array([-1, -2], np.float32), ids, 1, 0, "ab", "stop"),
+        Alternatives(ids[:, None], np.array([[-1], [-2]], np.float32)),
+        PromptScores(ids, np.array([-1], np.float32), ids[1:], None, WeightVersion(1, 4)),
         make_fragment(),
         FragmentExample(make_fragment()),
         leaf,

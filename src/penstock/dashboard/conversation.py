@@ -219,6 +219,9 @@ def _facts(stored: StoredRollout) -> Iterator[tuple[str, str]]:
             + f"ended by {rollout.finish_reason}"
         ),
     )
+    if rollout.rewards_by_function:
+        given = [f"{name} {'–' if value is None else f'{value:g}'}" for name, value in rollout.rewards_by_function]
+        yield "rewards", f"{', '.join(given)}, before weights"
     for use in stored.uses:
         yield "used by", _use_words(use, stored)
     if stored.fate_reason:

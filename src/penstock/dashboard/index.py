@@ -40,12 +40,12 @@ pc: Any = pyarrow.compute  # its functions are made when it is imported, and hav
 
 VERSION = 1
 """Of the tables below; an index of another version is made again."""
-LOG_BYTES = 8 << 20
+LOG_BYTES = 4 << 20
 """So much of a log is read at once."""
 FILES = 64
 """At most so many files are entered at once."""
 PORTION_BYTES = 4 << 20
-MEMORY = "160MB"
+MEMORY = "96MB"
 THREADS = 2
 
 _TABLES = """
@@ -396,7 +396,9 @@ def _connected(path: Path | None) -> duckdb.DuckDBPyConnection:
                 raise
             path.unlink()
             continue
-        connection.execute(f"SET memory_limit = '{MEMORY}'; SET threads = {THREADS}; SET temp_directory = ''")
+        connection.execute(f"SET memory_limit = '{MEMORY}'; SET threads = {THREADS}")
+        spill = "" if path is None else f"{path}.spill".replace("'", "''")  # used by queries of very many rows
+        connection.execute(f"SET temp_directory = '{spill}'; SET max_temp_directory_size = '2GB'")
         connection.execute("SET enable_external_access = false; SET python_enable_replacements = false")
         connection.execute("SET preserve_insertion_order = true")
         if not connection.execute("SELECT 1 FROM duckdb_tables()").fetchall():
@@ -444,7 +446,7 @@ def _narrowed(file: pq.ParquetFile, name: str) -> pa.Table:
             "group_id": column("group_id", pa.string()),
             "position": _positions(table.column("rollout_id")),
             "lesson": lesson,
-            "problem": pa.array(map(_hashed, table.column("group_key").to_pylist()), pa.uint64()),
+            "problem": _problems(table.column("group_key")),
             "evaluation": column("evaluation", pa.string()),
             "reward": column("episode_reward", pa.float32()),
             "tokens": lengths,
@@ -503,8 +505,21 @@ def _positions(ids: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _seconds(timings: pa.ChunkedArray) -> pa.Array:
-    rows = timings.to_pylist()
-    return pa.array([dict(row).get("generate_s") if row else None for row in rows], pa.float32())
+    pair = pa.struct([("key", timings.type.key_type), ("value", timings.type.item_type)])
+    lists = timings.cast(pa.list_(pair)).combine_chunks()
+    pairs = lists.flatten()  # without what stands behind a null
+    is_wanted = pc.equal(pairs.field(0), "generate_s")
+    found = np.full(len(lists), np.nan, np.float32)
+    rows = pc.list_parent_indices(lists).filter(is_wanted).to_numpy()
+    found[rows] = pairs.field(1).filter(is_wanted).to_numpy(zero_copy_only=False)
+    return pa.array(found, pa.float32(), from_pandas=True)
+
+
+def _problems(keys: pa.ChunkedArray) -> pa.Array:
+    """A number for each key, by which answers to one problem are found."""
+    known = keys.combine_chunks().dictionary_encode()
+    numbers = pa.array(map(_hashed, known.dictionary.to_pylist()), pa.uint64())
+    return pc.fill_null(numbers.take(known.indices), _hashed(None))
 
 
 def _hashed(text: str | None) -> int:

@@ -230,7 +230,7 @@ def _mean_of(*forms: tuple[str, str]) -> Callable[[Curves], Found]:
 LEDGER = "rollouts by fate"
 PANELS: Mapping[str, Callable[[Curves], Found]] = {
     "reward": _mean_of(("train/reward_mean", ""), ("fleet/", "/reward_mean")),
-    "held-out reward": _mean_of(("eval/", "/reward_mean"), ("eval/", "/return_mean")),
+    "held-out reward": _mean_of(("eval/", "/reward_mean"), ("eval/", "/return_mean"), ("eval_report/", "/reward_mean")),
     "staleness (updates)": _series("replay/staleness_mean"),
 }
 """Titles, and what is drawn, where no metric is asked for."""

@@ -80,6 +80,25 @@ ORDER BY list_position($groups, s.g)
 """
 
 
+# Which groups first, by few numbers of each; then what is shown of those.
+_BARS = """
+WITH lives AS (
+    SELECT r.g, greatest(max(r.time), coalesce(max(r.ended), 0)) AS over,
+           coalesce(any_value(g.admitted), min(r.time)) AS begun
+    FROM rollouts r JOIN groups g USING (g) WHERE g.evaluation IS NULL GROUP BY r.g
+), chosen AS (
+    SELECT g, over FROM lives WHERE ($low IS NULL OR over >= $low) AND ($high IS NULL OR begun <= $high)
+    ORDER BY over DESC LIMIT $most
+)
+SELECT g.group_id, g.lesson, any_value(g.admitted) AS admitted, min(r.time - r.seconds) AS began,
+       max(r.time) AS finished, max(r.ended) AS ended, any_value(r.worker) AS worker, avg(r.reward) AS reward,
+       max(r.step) AS step, list_sort(list_distinct(list(coalesce(r.state, 'waiting')))) AS states,
+       sum(r.tokens)::BIGINT AS tokens, min(r.weight_step) AS oldest
+FROM rollouts r JOIN chosen c USING (g) JOIN groups g USING (g)
+GROUP BY g.group_id, g.lesson ORDER BY any_value(c.over) DESC
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupQuery:
     """Which groups, and in which order.
@@ -236,18 +255,7 @@ def timeline(run: ObservedRun, words: Mapping[str, str]) -> dict[str, Any]:
         """SELECT min(coalesce(g.admitted, r.time - r.seconds)) AS first, max(greatest(r.time, r.ended)) AS last
         FROM rollouts r JOIN groups g USING (g) WHERE g.evaluation IS NULL"""
     )[0]
-    rows = run.index.rows(
-        """SELECT g.group_id, g.lesson, any_value(g.admitted) AS admitted, min(r.time - r.seconds) AS began,
-               max(r.time) AS finished, max(r.ended) AS ended, any_value(r.worker) AS worker, avg(r.reward) AS reward,
-               max(r.step) AS step, list_sort(list_distinct(list(coalesce(r.state, 'waiting')))) AS states,
-               sum(r.tokens)::BIGINT AS tokens, min(r.weight_step) AS oldest
-        FROM rollouts r JOIN groups g USING (g) WHERE g.evaluation IS NULL
-        GROUP BY g.group_id, g.lesson
-        HAVING ($low IS NULL OR greatest(max(r.time), coalesce(max(r.ended), 0)) >= $low)
-           AND ($high IS NULL OR coalesce(any_value(g.admitted), min(r.time)) <= $high)
-        ORDER BY greatest(max(r.time), coalesce(max(r.ended), 0)) DESC LIMIT $most""",
-        {"low": low, "high": high, "most": MOST_BARS},
-    )
+    rows = run.index.rows(_BARS, {"low": low, "high": high, "most": MOST_BARS})
     steps, _, times = run.curves.series("train/loss")
     swaps = [[int(step), round(float(time), 3)] for step, time in zip(steps, times, strict=True)]
     first = min((row["admitted"] or row["began"] or row["finished"] or 0.0 for row in rows), default=0.0)
@@ -372,6 +380,7 @@ def _conversation(record: RolloutRecord, uses: Sequence[BatchUse], text: TokenTe
         "prompt_tokens": prompt,
         "sampled": rollout.sampled_tokens,
         "timings": dict(record.timings),
+        "rewards_by_function": [list(pair) for pair in rollout.rewards_by_function],
         "decoding": {"temperature": decoding.temperature, "max_output_tokens": decoding.max_output_tokens,
                      **{name: value for name, value in decoding.truncation.items()}},
         "uses": [[use.step, use.lineage, use.advantage(rollout.response_mask)] for use in uses],

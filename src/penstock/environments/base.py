@@ -218,10 +218,12 @@ class Scores:
     Attributes:
         rewards: One per completion, finite; None where a reward function does not apply to it.
         metrics: Numbers about the group, by name; `sample` gives their means over the groups that have them.
+        by_function: Of several functions what each gave each completion, before weights; stored with the rollouts.
     """
 
     rewards: Sequence[float | None]
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    by_function: Mapping[str, Sequence[float | None]] = field(default_factory=dict[str, Sequence[float | None]])
 
 
 def check_rewards(rewards: Any, expected: int, source: str) -> list[float]:

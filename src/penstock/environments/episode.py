@@ -9,7 +9,7 @@ of one answer, or `GroupScoredEnvironment`, for a score of all the answers to on
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from typing_extensions import override
@@ -129,8 +129,8 @@ class EpisodeBuilder:
         """Marks the episode as ended by a length limit instead of by the policy."""
         self._finish_reason = "length"
 
-    def rollout(self, env_name: str, example_id: str) -> Rollout:
-        """The finished rollout; its reward is the sum of the credits."""
+    def rollout(self, env_name: str, example_id: str, by_function: Iterable[tuple[str, float | None]] = ()) -> Rollout:
+        """The finished rollout; its reward is the sum of the credits, and `by_function` what that was made of."""
         length = self.response_length
         token_rewards = np.zeros(length, np.float32)
         for position, reward in self._rewards.items():
@@ -150,6 +150,7 @@ class EpisodeBuilder:
             decoding=self._decoding,
             finish_reason=self._finish_reason,
             sample_starts=tuple(self._starts),
+            rewards_by_function=tuple(by_function),
         )
 
     def _append(self, role: Role, text: str, tokens: np.ndarray) -> None:
@@ -188,9 +189,11 @@ class GroupScoredEnvironment(ExampleEnvironment):
             scored = self.score_group(task.example, completions)
             scores = scored if isinstance(scored, Scores) else Scores(scored)
             rewards = check_rewards(scores.rewards, len(completions), type(self).__name__)
+            names = tuple(scores.by_function)
+            parts = list(zip(*scores.by_function.values(), strict=True)) or [()] * len(completions)
             rollouts = [
-                self._rollout(task, completion, reward, decoding)
-                for completion, reward in zip(completions, rewards, strict=True)
+                self._rollout(task, completion, reward, decoding, zip(names, given, strict=True))
+                for completion, reward, given in zip(completions, rewards, parts, strict=True)
             ]
             return Played(rollouts, validate_metrics(scores.metrics, self.name)) if scores.metrics else rollouts
         except FAILURES as failure:
@@ -203,11 +206,18 @@ class GroupScoredEnvironment(ExampleEnvironment):
                 f"{task.example.example_id!r}: {error}"
             )
 
-    def _rollout(self, task: Task, completion: Completion, reward: float, decoding: Decoding) -> Rollout:
+    def _rollout(
+        self,
+        task: Task,
+        completion: Completion,
+        reward: float,
+        decoding: Decoding,
+        by_function: Iterable[tuple[str, float | None]],
+    ) -> Rollout:
         episode = EpisodeBuilder(task.prompt, task.prompt_tokens, decoding)
         episode.say(completion)
         episode.credit(reward)
-        return episode.rollout(self.name, task.example.example_id)
+        return episode.rollout(self.name, task.example.example_id, by_function)
 
 
 class SingleTurnEnvironment(GroupScoredEnvironment):

@@ -247,7 +247,8 @@ class _Attempt:
     def _finish(self) -> None:
         source = f"{type(self._environment).__name__}.score"
         self._episode.credit(*check_rewards([self._asked(self._environment.score)], 1, source))
-        self.rollout = self._episode.rollout(self._environment.name, self._task.example.example_id)
+        by_function = self._environment.rewards_by_function(self.conversation)
+        self.rollout = self._episode.rollout(self._environment.name, self._task.example.example_id, by_function.items())
 
     def _asked(self, method: Callable[[Conversation], T]) -> T:
         """What a method of the environment says, within what is left of the conversation's time."""
@@ -384,6 +385,10 @@ class MultiTurnEnvironment(ExampleEnvironment):
         endings = {f"ended_by_{limit}": float(conversation.ending == limit) for limit in ("turns", "tokens", "seconds")}
         samples = {"samples": float(conversation.samples), "rewritten": float(conversation.samples > 1)}
         return {"turns": float(conversation.turns), **samples, **endings}
+
+    def rewards_by_function(self, conversation: Conversation) -> Mapping[str, float]:
+        """Of a score that is a sum of several functions, what each gave: stored with the rollout."""
+        return {}
 
     def _outcome(self, group: Sequence[_Attempt]) -> Outcome:
         failures = [attempt.failure for attempt in group if attempt.failure is not None]

@@ -470,8 +470,10 @@ class RewardFunctions:
         totals = [0.0] * len(arguments["completions"])
         judged = [False] * len(totals)
         metrics: dict[str, float] = {}
+        by_function: dict[str, Sequence[float | None]] = {}
         for function in self._functions:
             scores = function.score(arguments)
+            by_function[function.name] = [None if reward is None else float(reward) for reward in scores.rewards]
             for position, reward in enumerate(scores.rewards):
                 if reward is not None:
                     totals[position] += function.weight * reward
@@ -485,7 +487,7 @@ class RewardFunctions:
                 "this is said once: see rewards/…/applicable_fraction",
                 judged.count(False), len(judged), names,
             )  # fmt: skip
-        return Scores(totals, metrics)
+        return Scores(totals, metrics, by_function)
 
     def close(self) -> None:
         """Ends the processes."""

@@ -135,9 +135,13 @@ class VerifiersEnvironment(MultiTurnEnvironment):
     @override
     def numbers(self, conversation: Conversation) -> dict[str, float]:
         """Also ``rewards/<function>/mean`` of each function of the rubric."""
+        given = self.rewards_by_function(conversation)
+        return {**super().numbers(conversation), **{f"rewards/{name}/mean": value for name, value in given.items()}}
+
+    @override
+    def rewards_by_function(self, conversation: Conversation) -> dict[str, float]:
         found: Mapping[str, Any] = conversation.state[_KEY].state.get("metrics") or {}
-        rewards = {f"rewards/{name}/mean": float(value) for name, value in found.items() if math.isfinite(value)}
-        return {**super().numbers(conversation), **rewards}
+        return {name: float(value) for name, value in found.items() if math.isfinite(value)}
 
     @override
     def close(self) -> None:

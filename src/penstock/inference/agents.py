@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.inference.codec import largest_body_bytes
@@ -33,6 +34,7 @@ from penstock.types import (
     EnvironmentFailure,
     InferenceContext,
     NoProgressError,
+    PromptScores,
     Stopped,
     TextCodec,
     WeightVersion,
@@ -171,7 +173,13 @@ class _Session:
 
         Raises:
             Stopped: the rollout is over.
+            ConfigError: log-probabilities of other tokens are asked for, which contexts do not tell.
         """
+        if any(request.alternatives for request in requests):
+            raise ConfigError(
+                "log-probabilities of other tokens than those sampled are not told during a run: leave out "
+                "top_logprobs, and give completions logprobs 0"
+            )
         with self._changed:
             if self._closed:
                 raise Stopped("the rollout of this key is over")
@@ -184,6 +192,17 @@ class _Session:
         for future in futures:
             future.add_done_callback(self._end)
         return futures
+
+    def score(
+        self, texts: Sequence[np.ndarray], temperature: float = 1.0, alternatives: int = 0
+    ) -> list[Future[PromptScores]]:
+        """Refuses: nothing is scored for agents, whose requests are what is trained.
+
+        Raises:
+            ConfigError: always.
+        """
+        del texts, temperature, alternatives
+        raise ConfigError("prompts are not scored during a run: leave out prompt_logprobs, and echo beside logprobs")
 
     def close(self) -> list[Completion]:
         """What was sampled so far, in the order of the requests; the key is worth nothing from here on.

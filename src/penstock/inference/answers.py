@@ -30,11 +30,33 @@ from typing_extensions import override
 
 from penstock.inference.meter import LATENCY_BOUNDS_S, LatencyHistogram
 from penstock.text.tool_calls import CALL_BEGIN, PYTHON_TAG, tool_calls
-from penstock.types import Completion, TextCodec
+from penstock.types import Alternatives, Completion, PromptScores, TextCodec
 
 REPLACEMENT = "\ufffd"
 _ALONE = ("{", "[")
 """How a call begins in which nothing else is said."""
+
+
+Sampled = tuple[Sequence[int], Sequence[float], Alternatives | None]
+"""Tokens that follow one another, their log-probabilities, and what was asked for beside them."""
+
+_Entry = tuple[int, float | None, dict[int, float | None] | None]
+"""A token, its log-probability, and the most probable ones by theirs; None where the weights say nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    """What an answer tells of a prompt.
+
+    Attributes:
+        echo: Its text, where the response's begins with it.
+        scores: What the weights make of it, where that is asked for.
+        told: How many alternatives `prompt_logprobs` have; None where they are not asked for.
+    """
+
+    echo: str | None = None
+    scores: PromptScores | None = None
+    told: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,50 +68,71 @@ class AnswerForm:
         model: Name of the policy.
         chat: Whether it answers a conversation.
         stop: Strings that end a response.
-        logprobs: Whether each token is told with its log-probability.
+        logprobs: How many of the most probable tokens are told beside each one and its log-probability; None tells no
+            log-probabilities.
         token_ids: Whether each choice has all that the engine recorded.
         ids_as_tokens: Whether tokens are called ``token_id:<id>`` instead of by their text.
-        tools: Whether calls of tools are read out of the text.
+        tools: How many calls of tools are read out of the text; what is beyond is not told.
     """
 
     tokenizer: TextCodec
     model: str
     chat: bool
     stop: tuple[str, ...] = ()
-    logprobs: bool = False
+    logprobs: int | None = None
     token_ids: bool = False
     ids_as_tokens: bool = False
-    tools: bool = False
+    tools: int = 0
 
-    def answer(self, groups: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+    def answer(
+        self, groups: Sequence[Sequence[Completion]], prompts: Sequence[PromptForm] | None = None
+    ) -> dict[str, Any]:
         """The whole answer: choices by prompt, then by sample.
 
         Args:
             groups: Completions by prompt, n of each.
+            prompts: What is told of each prompt; None: nothing.
         """
+        told = prompts or [PromptForm()] * len(groups)
         choices: list[dict[str, Any]] = []
-        for completion in (completion for group in groups for completion in group):
-            said, ending = self._said(completion)
-            choice: dict[str, Any] = {"index": len(choices), **said, "finish_reason": ending}
-            choice["logprobs"] = self._logprobs(completion.response_tokens, completion.response_logprobs, 0)
-            if self.token_ids:
-                prompt = {} if self.chat else {"prompt_token_ids": completion.prompt_tokens.tolist()}
-                choice |= _record(completion) | prompt
-            choices.append(choice)
-        answer = self.envelope(groups) | {"usage": usage(groups), "choices": choices}
+        for prompt, completion in ((p, c) for p, group in zip(told, groups, strict=True) for c in group):
+            choices.append({"index": len(choices), **self._choice(completion, prompt)})
+        answer = self.envelope(groups, told) | {"usage": usage(groups), "choices": choices}
         if self.token_ids and self.chat:
             answer["prompt_token_ids"] = groups[0][0].prompt_tokens.tolist()
+        if self.chat:
+            answer |= self._prompt_logprobs(told[0])
         return answer
 
-    def envelope(self, groups: Sequence[Sequence[Completion]] = (), streamed: bool = False) -> dict[str, Any]:
+    def _choice(self, completion: Completion, prompt: PromptForm) -> dict[str, Any]:
+        said, ending = self._said(completion)
+        entries = self._entries(completion.response_tokens, completion.response_logprobs, completion.alternatives)
+        if prompt.echo is not None:
+            said, entries = {"text": prompt.echo + said["text"]}, self._echoed(prompt) + entries
+        choice: dict[str, Any] = {**said, "finish_reason": ending, "logprobs": self._logprobs(entries, 0)}
+        if self.token_ids:
+            choice |= _record(completion)
+        if self.token_ids and not self.chat:
+            choice["prompt_token_ids"] = completion.prompt_tokens.tolist()
+        return choice if self.chat else choice | self._prompt_logprobs(prompt)
+
+    def envelope(
+        self,
+        groups: Sequence[Sequence[Completion]] = (),
+        prompts: Sequence[PromptForm] = (),
+        streamed: bool = False,
+    ) -> dict[str, Any]:
         """What answers and chunks have around their choices.
 
         Args:
             groups: Completions by prompt, as far as they are known.
+            prompts: What is told of each prompt.
             streamed: Whether it is one of many.
         """
         prefix, kind = ("chatcmpl", "chat.completion") if self.chat else ("cmpl", "text_completion")
-        oldest = min(((c.lineage, c.oldest_weight_step) for group in groups for c in group), default=None)
+        versions = [(c.lineage, c.oldest_weight_step) for group in groups for c in group]
+        scored = (prompt.scores.version for prompt in prompts if prompt.scores is not None)
+        oldest = min([*versions, *((version.lineage, version.step) for version in scored)], default=None)
         return {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": f"{kind}.chunk" if streamed and self.chat else kind,
@@ -121,44 +164,108 @@ class AnswerForm:
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
             }
-            for call in found
+            for call in found[: self.tools]
         ]
 
-    def _logprobs(
-        self, tokens: np.ndarray | Sequence[int], logprobs: np.ndarray | Sequence[float], offset: int
-    ) -> dict[str, Any] | None:
-        """Of these tokens, whose text begins `offset` characters into the response."""
-        if not self.logprobs:
+    def _entries(
+        self, tokens: np.ndarray | Sequence[int], logprobs: np.ndarray | Sequence[float], beside: Alternatives | None
+    ) -> list[_Entry]:
+        """Tokens with what is told of each; nothing where no log-probabilities are asked for."""
+        if self.logprobs is None:
+            return []
+        best = [{}] * len(tokens) if beside is None else _by_token(beside, self.logprobs)
+        return [(int(t), p, top) for t, p, top in zip(tokens, finite(logprobs), best, strict=True)]
+
+    def _echoed(self, prompt: PromptForm) -> list[_Entry]:
+        """The same of a prompt, of whose first token nothing is known."""
+        scores = prompt.scores
+        if scores is None or self.logprobs is None:
+            return []
+        return [
+            (int(scores.tokens[0]), None, None),
+            *self._entries(scores.tokens[1:], scores.logprobs, scores.alternatives),
+        ]
+
+    def _logprobs(self, entries: Sequence[_Entry], offset: int) -> dict[str, Any] | None:
+        """Of these tokens, whose text begins `offset` characters into the choice's."""
+        if self.logprobs is None:
             return None
-        ids, numbers = [int(token) for token in tokens], finite(logprobs)
-        names = [self._name(token) for token in ids]
         if self.chat:
             content = [
-                {"token": name, "logprob": number, "bytes": list(self.tokenizer.token_bytes(token)), "top_logprobs": []}
-                for name, number, token in zip(names, numbers, ids, strict=True)
+                {**self._told(token, number), "top_logprobs": [self._told(*each) for each in (best or {}).items()]}
+                for token, number, best in entries
             ]
             return {"content": content, "refusal": None}
+        names = [self._name(token) for token, _, _ in entries]
         offsets = (offset + np.cumsum([0, *map(len, names)])[:-1]).tolist()
-        return {"tokens": names, "token_logprobs": numbers, "top_logprobs": None, "text_offset": offsets}
+        return {
+            "tokens": names,
+            "token_logprobs": [number for _, number, _ in entries],
+            "top_logprobs": [self._by_name(*entry) for entry in entries] if self.logprobs else None,
+            "text_offset": offsets,
+        }
+
+    def _told(self, token: int, logprob: float | None) -> dict[str, Any]:
+        return {"token": self._name(token), "logprob": logprob, "bytes": list(self.tokenizer.token_bytes(token))}
+
+    def _by_name(self, token: int, logprob: float | None, best: dict[int, float | None] | None) -> dict | None:
+        """The most probable tokens and the one that stands there; of those with one name the most probable."""
+        if best is None:
+            return None
+        named: dict[str, float | None] = {}
+        for each, number in {**best, token: logprob}.items():
+            named.setdefault(self._name(each), number)
+        return named
+
+    def _prompt_logprobs(self, prompt: PromptForm) -> dict[str, Any]:
+        """As vLLM tells them, by token id."""
+        scores, told = prompt.scores, prompt.told
+        if scores is None or told is None:
+            return {}
+        best = [{}] * len(scores.ranks) if scores.alternatives is None else _by_token(scores.alternatives, told)
+        entries: list[dict[str, Any] | None] = [None]
+        for token, logprob, rank, top in zip(
+            scores.tokens[1:].tolist(), finite(scores.logprobs), scores.ranks.tolist(), best, strict=True
+        ):
+            ranked = {token: (logprob, rank)} | {each: (number, at) for at, (each, number) in enumerate(top.items(), 1)}
+            entries.append(
+                {
+                    str(each): {"logprob": number, "rank": at, "decoded_token": self._name(each)}
+                    for each, (number, at) in ranked.items()
+                }
+            )
+        return {"prompt_logprobs": entries}
 
     def _name(self, token: int) -> str:
         if self.ids_as_tokens:
             return f"token_id:{token}"
         return self.tokenizer.decode([token], skip_special_tokens=False)
 
-    def delta(self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[float], offset: int) -> dict:
+    def delta(self, index: int, text: str, offset: int, sampled: Sampled) -> dict[str, Any]:
         """A streamed piece of choice `index`.
 
         Args:
             index: Number of the choice, over all prompts.
             text: What is new of its text.
-            tokens: New tokens of it.
-            logprobs: Of those tokens.
             offset: Characters of its text before.
+            sampled: What is new of its tokens.
         """
         said: dict[str, Any] = {"delta": {"content": text}} if self.chat else {"text": text}
-        choice = {"index": index, **said, "logprobs": self._logprobs(tokens, logprobs, offset), "finish_reason": None}
-        return choice | ({"token_ids": list(tokens)} if self.token_ids else {})
+        logprobs = self._logprobs(self._entries(*sampled), offset)
+        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": None}
+        return choice | ({"token_ids": list(sampled[0])} if self.token_ids else {})
+
+    def echo(self, index: int, prompt: PromptForm) -> dict[str, Any]:
+        """The first piece of choice `index`, which repeats its prompt."""
+        return {"index": index, "text": prompt.echo, "logprobs": self._logprobs(self._echoed(prompt), 0)} | {
+            "finish_reason": None
+        }
+
+
+def _by_token(beside: Alternatives, most: int) -> list[dict[int, float | None]]:
+    """Position by position the most probable tokens, in that order."""
+    rows = zip(beside.tokens[:, :most].tolist(), beside.logprobs[:, :most], strict=True)
+    return [dict(zip(tokens, finite(logprobs), strict=True)) for tokens, logprobs in rows]
 
 
 class TextStream:
@@ -218,34 +325,38 @@ class AnswerStream:
 
     Args:
         form: What it is to be.
-        choices: How many, over all prompts.
+        prompts: What is told of the prompt of each choice.
         with_usage: Whether the last event counts tokens.
     """
 
-    def __init__(self, form: AnswerForm, choices: int, with_usage: bool) -> None:
+    def __init__(self, form: AnswerForm, prompts: Sequence[PromptForm], with_usage: bool) -> None:
         self._form, self._with_usage = form, with_usage
-        self._texts = [TextStream(form.tokenizer, form.stop, form.tools) for _ in range(choices)]
+        self._prompts = prompts
+        self._texts = [TextStream(form.tokenizer, form.stop, form.tools > 0) for _ in prompts]
         self._envelope = form.envelope(streamed=True)
 
     def begin(self) -> Iterator[bytes]:
-        """Of a conversation: who speaks."""
+        """Of a conversation: who speaks; of a prompt that is repeated: the prompt."""
+        for index, prompt in enumerate(self._prompts):
+            if prompt.echo is not None:
+                yield self._event(self._form.echo(index, prompt))
         if self._form.chat:
             for index in range(len(self._texts)):
                 yield self._event({"index": index, "delta": {"role": "assistant", "content": ""}, **_OPEN})
 
-    def add(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> bytes:
+    def add(self, index: int, sampled: Sampled) -> bytes:
         """A dispatch's tokens of choice `index`; empty where there is nothing to tell of them yet."""
         text = self._texts[index]
-        offset = text.told
-        piece = text.add(tokens)
-        if not (piece or self._form.logprobs or self._form.token_ids):
+        offset = text.told + len(self._prompts[index].echo or "")
+        piece = text.add(sampled[0])
+        if not (piece or self._form.logprobs is not None or self._form.token_ids):
             return b""
-        return self._event(self._form.delta(index, piece, tokens, logprobs, offset))
+        return self._event(self._form.delta(index, piece, offset, sampled))
 
     def end(self, groups: Sequence[Sequence[Completion]]) -> Iterator[bytes]:
         """What is left of every choice, why it ended, and the end of the stream."""
         completions = [completion for group in groups for completion in group]
-        fingerprint = self._form.envelope(groups)["system_fingerprint"]
+        fingerprint = self._form.envelope(groups, self._prompts)["system_fingerprint"]
         self._envelope["system_fingerprint"] = fingerprint
         for index, completion in enumerate(completions):
             yield self._event(self._last(index, completion))

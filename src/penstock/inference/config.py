@@ -38,7 +38,8 @@ class EngineConfig(BaseModel):
         prefill_chunk: Tokens of a long prompt that are prefilled between two dispatches, so that others go on
             meanwhile; one that would be padded to at most twice as many is prefilled whole. On one CPU; other devices
             prefill every prompt whole. What is added to a prompt whose beginning is cached goes in as many at a time,
-            or, at its end, in a quarter of them.
+            or, at its end, in a quarter of them. Texts that are scored (`InferenceEngine.score`) go in such chunks
+            everywhere.
         prefill_lengths: Lengths that prompts are padded to, ascending; None chooses powers of four up to half of the
             largest possible prompt, which is always added.
         decode_rows: Rows that a decode step may have, ascending: the fewest that hold all live responses. None chooses
@@ -144,6 +145,8 @@ class ExternalConfig(BaseModel):
         pause: What becomes of requests that run while weights are loaded: they are kept, waited for, or aborted and
             asked again.
         kv: Whether requests that are kept compute their cache anew under the new weights, or go on with what they have.
+        colocate: Whether the servers share the learner's card: they sleep, without weights and cache on it, while an
+            update is computed. Requests wait meanwhile, and those that run compute their cache anew.
         start_timeout_s: Longest time that a server that is launched takes until it answers.
     """
 
@@ -157,6 +160,7 @@ class ExternalConfig(BaseModel):
     weights_dir: Path | None = None
     pause: Literal["keep", "wait", "abort"] = "keep"
     kv: Literal["recompute", "keep"] = "recompute"
+    colocate: bool = False
     start_timeout_s: float = Field(default=900.0, gt=0)
 
     @model_validator(mode="after")
@@ -180,7 +184,10 @@ class ExternalConfig(BaseModel):
             why = "requests name their adapter" if self.weights == "lora" else "the servers' weights stay as they are"
             refuse_idle(self, ("pause", "kv"), f"weights is {self.weights}: {why}, so that nothing pauses")
         if self.weights == "none":
-            refuse_idle(self, ("weights_dir",), "weights is none: the servers' weights stay as they are")
+            why = "weights is none: the servers' weights stay as they are, and no learner shares their card"
+            refuse_idle(self, ("weights_dir", "colocate"), why)
+        if self.colocate and self.kv == "keep":
+            raise ValueError("kv is keep, and colocate is set: a server that sleeps has no cache to keep; leave kv out")
         return self
 
 

@@ -31,8 +31,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from penstock.inference.dispatch import DeviceSamples, SlotRows
-from penstock.inference.sampling import sample, uniforms
+from penstock.inference.dispatch import DeviceSamples, SlotRows, TextScores
+from penstock.inference.sampling import most_probable, sample, uniforms
 from penstock.model.arrays import joined_digests, lower_digests, named_leaves
 from penstock.model.language import Decoder, Layer, ModelConfig, Segments, grouped_attention, rotary_tables
 from penstock.model.language.attention import Pages, attention, page_positions, paged_attention
@@ -199,7 +199,12 @@ class _Progress(NamedTuple):
 
 
 def decode(
-    weights: ServedWeights, cache: KVCache, rows: SlotRows, steps: int, kernel: DecodeKernel = "dense"
+    weights: ServedWeights,
+    cache: KVCache,
+    rows: SlotRows,
+    steps: int,
+    kernel: DecodeKernel = "dense",
+    alternatives: int = 0,
 ) -> tuple[KVCache, DeviceSamples]:
     """Runs up to `steps` decode steps for every live row.
 
@@ -210,6 +215,7 @@ def decode(
             all, in order.
         steps: At most so many in one dispatch.
         kernel: What computes attention.
+        alternatives: How many of the most probable tokens are recorded at each step.
     """
     count = rows.tokens.shape[0]
     reach = jnp.where(rows.budget > 0, rows.positions + jnp.minimum(rows.budget, steps), 0)
@@ -223,12 +229,14 @@ def decode(
         now = rows._replace(tokens=progress.tokens, positions=positions)
         cache, logits = decode_step(weights, progress.cache, now, progress.live, pages)
         noise = uniforms(rows.seeds, positions)
-        tokens, logprobs = sample(logits, noise, **rows.sampling)
-        return _record(progress, cache, rows, tokens, logprobs)
+        return _record(progress, cache, rows, *sample(logits, noise, **rows.sampling, alternatives=alternatives))
 
     nothing = DeviceSamples(
         jnp.zeros((steps, count), jnp.int32), jnp.zeros((steps, count)), jnp.zeros(count, jnp.int32)
     )
+    if alternatives:
+        shape = (steps, alternatives, count)
+        nothing = nothing._replace(top_tokens=jnp.zeros(shape, jnp.int32), top_logprobs=jnp.zeros(shape))
     start = _Progress(jnp.int32(0), cache, rows.tokens, nothing, rows.budget > 0)
     end = lax.while_loop(unfinished, advance, start)
     return end.cache, end.emitted
@@ -240,12 +248,19 @@ def _record(
     rows: SlotRows,
     tokens: Int32[Array, " rows"],
     logprobs: Float32[Array, " rows"],
+    top: tuple[Array, Array] | None,
 ) -> _Progress:
     """Adds one step's tokens, and ends the rows that stop with them."""
     step, emitted = progress.step, progress.emitted
     count = emitted.count + progress.live
     stopped = jnp.any(tokens[:, None] == rows.stop_token_ids, axis=1)
     written = DeviceSamples(emitted.tokens.at[step].set(tokens), emitted.logprobs.at[step].set(logprobs), count)
+    if emitted.top_tokens is not None and emitted.top_logprobs is not None and top is not None:
+        top_tokens, top_logprobs = (
+            emitted.top_tokens.at[step].set(top[0]),
+            emitted.top_logprobs.at[step].set(top[1]),
+        )
+        written = written._replace(top_tokens=top_tokens, top_logprobs=top_logprobs)
     return _Progress(step + 1, cache, tokens, written, progress.live & ~stopped & (count < rows.budget))
 
 
@@ -325,6 +340,47 @@ def extend(
         slot: Which one; beyond the last it writes nothing.
         start: Position of the first of them.
     """
+    return _extended(weights, cache, tokens, slot, start)[0]
+
+
+def score(
+    weights: ServedWeights,
+    cache: KVCache,
+    tokens: Int32[Array, " length_and_one"],
+    start: Int32[Array, ""],
+    temperature: Float32[Array, ""],
+    alternatives: int,
+) -> tuple[KVCache, TextScores]:
+    """Scores the next tokens of a text, of which a cache of one slot holds what is before them.
+
+    Args:
+        weights: Those that score.
+        cache: The text's own.
+        tokens: The last one scored, which is added to the cache with those after it, but for the last; padded at will.
+        start: Position of the first of them.
+        temperature: Divides the logits; 0 leaves them.
+        alternatives: How many of the most probable tokens are told.
+
+    Returns:
+        The cache, and the scores of ``tokens[1:]``. At most `length` times the vocabulary exist at once.
+    """
+    cache, x = _extended(weights, cache, tokens[:-1], jnp.int32(0), start)
+    scaled = weights.scores(x) / jnp.where(temperature > 0, temperature, 1.0)
+    shifted = scaled - jnp.max(scaled, axis=1, keepdims=True)
+    total = jnp.log(jnp.sum(jnp.exp(shifted), axis=1))
+    chosen = jnp.take_along_axis(shifted, tokens[1:, None], axis=1)
+    ranks = 1 + jnp.sum(shifted > chosen, axis=1, dtype=jnp.int32)
+    return cache, TextScores(chosen[:, 0] - total, ranks, *most_probable(shifted, total, alternatives))
+
+
+def _extended(
+    weights: ServedWeights,
+    cache: KVCache,
+    tokens: Int32[Array, " length"],
+    slot: Int32[Array, ""],
+    start: Int32[Array, ""],
+) -> tuple[KVCache, Float[Array, "length hidden"]]:
+    """The cache with these tokens, and the residual stream after the last layer."""
     length, config = tokens.shape[0], weights.ends.config
     positions, slots = start + jnp.arange(length, dtype=jnp.int32), jnp.full(length, slot, jnp.int32)
     tables = {window: rotary_tables(config, positions, window) for window in dict.fromkeys(config.windows)}
@@ -339,4 +395,4 @@ def extend(
         values.append(append(cached_values, value, slots, positions))
         own_keys, own_values = (lax.dynamic_index_in_dim(cached, slot) for cached in (keys[-1], values[-1]))
         x = layer.finish(x, grouped_attention(query[None], own_keys, own_values, seen[window])[0])
-    return KVCache(tuple(keys), tuple(values))
+    return KVCache(tuple(keys), tuple(values)), x

@@ -3,8 +3,7 @@
 Each turn of the loop takes new weights, admits waiting requests into free slots, runs one dispatch of several
 decode steps, and completes what ended. Requests join and leave only between dispatches, and weights change only
 there, so every token has exactly one version. Given one `submit` into an idle engine that forgets, everything that
-follows is a function of that submission and the weights; one that does not forget takes from its cache what a prompt
-begins with, which may differ in the last bits from what the prompt's own prefill gives.
+follows is a function of that submission and the weights; any other takes from its cache what a prompt begins with.
 
 An exception in the thread fails every pending future and is raised again by the next call. Not covered: paging of
 memory.
@@ -18,22 +17,30 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Literal
 
-import jax
 import numpy as np
 
 from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import ServedWeights
 from penstock.inference.meter import LatencyHistogram, ThroughputMeter
 from penstock.inference.scheduler import RunningBatch
-from penstock.inference.sequence import GenerationRequest, PendingRequest, Response, check_request
-from penstock.model.language import Decoder
-from penstock.model.programs import LazyPrograms
+from penstock.inference.sequence import (
+    GenerationRequest,
+    PendingRequest,
+    Response,
+    Scoring,
+    check_length,
+    check_request,
+    check_scoring,
+)
+from penstock.model.arrays import structure_of
+from penstock.model.language import Decoder, ModelConfig
+from penstock.model.programs import LazyPrograms, Programs
 from penstock.types import (
     CompiledProgram,
     Completion,
-    ConfigError,
     Decoding,
     NoProgressError,
+    PromptScores,
     RunFailed,
     Stopped,
     TextCodec,
@@ -57,7 +64,10 @@ class InferenceEngine:
         tokenizer: Stop tokens, and the text of responses.
         config: Shapes and limits.
         name: Said by every completion; unique in the run, so that a replaced server is another one.
-        forgets: Whether the cache of what was generated before an idle engine's next submission is shared by nothing.
+        begun: Has `first_programs` compiled already, or begun; for an engine that is started lazily.
+
+    Attributes:
+        forgets: Whether nothing shares the cache of what was generated before an idle engine's next submission.
 
     Raises:
         ConfigError: the sequence length exceeds what the model is meant for.
@@ -70,21 +80,24 @@ class InferenceEngine:
         tokenizer: TextCodec,
         config: EngineConfig,
         name: str = "",
-        forgets: bool = False,
+        begun: LazyPrograms | None = None,
     ) -> None:
-        _check_length(decoder, config)
-        self._tokenizer, self._config, self._name, self._forgets = tokenizer, config, name, forgets
+        check_length(decoder.config, config)
+        self._tokenizer, self._config, self._name = tokenizer, config, name
+        self.forgets = False
         self._vocab_size = decoder.config.vocab_size
-        self._signature = _signature(decoder)
+        self._signature = structure_of(decoder)
         self._meter = ThroughputMeter()
         self._batch = RunningBatch(decoder, config, self._meter)
         self._changed = threading.Condition()  # guards everything below
         self._waiting: deque[Response] = deque()
+        self._scorings: deque[Scoring] = deque()
         self._served = version
         self._next_weights: tuple[WeightVersion, ServedWeights] | None = None
         self._open_responses, self._fresh_start = 0, False
         self._compiled: list[CompiledProgram] = []
         self._lazily, self._rest_asked = False, False
+        self._begun = begun
         self._programs: LazyPrograms | None = None
         self._ready, self._stopping = False, False
         self._failure: BaseException | None = None
@@ -92,6 +105,11 @@ class InferenceEngine:
         self._pause: PauseMode | None = None
         self._paused, self._recompute = False, False
         self._thread = threading.Thread(target=self._run, name="inference-engine", daemon=True)
+
+    @staticmethod
+    def first_programs(model: ModelConfig, config: EngineConfig) -> Programs:
+        """What an engine for such a model needs first that is started lazily, from shapes alone; none over devices."""
+        return RunningBatch(Decoder.of_shapes(model), config, ThroughputMeter()).first_programs()
 
     @property
     def config(self) -> EngineConfig:
@@ -179,11 +197,14 @@ class InferenceEngine:
         """
         for request in requests:
             self.check(request)
+        for request in requests:
+            if request.alternatives:
+                self._batch.need_alternatives(len(request.prompt))
         pending = [self._pend(request) for request in requests]
         responses = [Response.of(p, i, self._tokenizer) for p in pending for i in range(p.request.n)]
         with self._changed:
             self._refuse_if_ended()
-            self._fresh_start |= self._forgets and self._open_responses == 0
+            self._fresh_start |= self.forgets and self._open_responses == 0
             self._open_responses += len(responses)
             if first:
                 self._waiting.extendleft(reversed(responses))
@@ -192,6 +213,41 @@ class InferenceEngine:
             self._changed.notify_all()
         self._meter.add(prompts=len(requests))
         return [p.future for p in pending]
+
+    def score(
+        self, texts: Sequence[np.ndarray], temperature: float = 1.0, alternatives: int = 0
+    ) -> list[Future[PromptScores]]:
+        """Enqueues given texts to be scored, none of them if one is invalid.
+
+        Each is scored by one version of the weights, in chunks of `EngineConfig.prefill_chunk` tokens between two
+        dispatches, one text after the other, and with a cache of its own: what is generated meanwhile does not change.
+
+        Args:
+            texts: int32 [p] each, at most `EngineConfig.max_seq_len` tokens.
+            temperature: Divides the logits, as it does for what is sampled; 0 leaves them.
+            alternatives: How many of the most probable tokens are told at each position.
+
+        Returns:
+            A future for each; one that is cancelled is not scored.
+
+        Raises:
+            EnvironmentFailure: a text is empty or too long, or has unknown tokens.
+            ConfigError: temperature or alternatives are out of range.
+            Stopped: the engine was stopped; the futures, too, where it is stopped or paused by abortion meanwhile.
+            RunFailed: the engine failed.
+        """
+        scorings = [Scoring(text, temperature, alternatives) for text in texts]
+        for scoring in scorings:
+            check_scoring(scoring, self._config, self._vocab_size)
+        with self._changed:
+            self._refuse_if_ended()
+        for length in {len(text) for text in texts}:
+            self._batch.need_scores(length)
+        with self._changed:
+            self._refuse_if_ended()
+            self._scorings.extend(scorings)
+            self._changed.notify_all()
+        return [scoring.future for scoring in scorings]
 
     def canary(
         self, version: WeightVersion, prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
@@ -242,7 +298,7 @@ class InferenceEngine:
         Raises:
             WeightsError: the shape differs.
         """
-        if _signature(decoder) != self._signature:
+        if structure_of(decoder) != self._signature:
             raise WeightsError("the new decoder's arrays differ in name, shape or dtype from the engine's")
         with self._changed:
             self._refuse_if_ended()
@@ -338,7 +394,7 @@ class InferenceEngine:
         with self._changed:
             gauges = {
                 "running": float(self._running),
-                "waiting": float(len(self._waiting)),
+                "waiting": float(len(self._waiting) + len(self._scorings)),
                 "kv_used": self._cached_tokens / capacity,
             }
         return {f"inference/{name}": value for name, value in (self._meter.read() | gauges).items()}
@@ -384,7 +440,7 @@ class InferenceEngine:
             self._fail(error)
 
     def _begin(self) -> bool:
-        programs = self._batch.begin(self._note_compiled)
+        programs = self._batch.begin(self._note_compiled, self._begun)
         with self._changed:
             self._programs = programs
         return programs is not None
@@ -427,8 +483,9 @@ class InferenceEngine:
     def _has_work(self) -> bool:
         """What a pause leaves of it: waited for is what runs, aborted is everything."""
         if self._pause is None:
-            return bool(self._waiting or self._batch.running)
-        left = {"keep": 0, "wait": self._batch.running, "abort": self._batch.running + len(self._waiting)}
+            return bool(self._waiting or self._batch.running or self._scorings)
+        running = self._batch.running + (bool(self._scorings) and self._scorings[0].begun is not None)
+        left = {"keep": 0, "wait": running, "abort": running + len(self._waiting) + len(self._scorings)}
         return left[self._pause] > 0
 
     def _step(self) -> None:
@@ -446,6 +503,7 @@ class InferenceEngine:
             self._admit()
         elif pause != "wait":
             return
+        self._score(begin=pause is None)
         ended = self._batch.decode(self._served)
         self._close(len(ended))
         for response in ended:
@@ -477,6 +535,18 @@ class InferenceEngine:
             arrivals = [self._waiting.popleft() for _ in range(count)]
         self._batch.admit(arrivals, self._served, fresh_start)
 
+    def _score(self, begin: bool) -> None:
+        """A chunk of the first text that somebody waits for."""
+        with self._changed:
+            while self._scorings and self._scorings[0].future.cancelled():
+                self._scorings.popleft()
+            first = self._scorings[0] if self._scorings else None
+        if first is None or not (begin or first.begun):
+            return
+        if self._batch.score(first, self._served):
+            with self._changed:
+                self._scorings.popleft()
+
     def _close(self, responses: int) -> None:
         """Runs before any future is resolved: whoever then submits finds an idle engine."""
         with self._changed:
@@ -491,13 +561,22 @@ class InferenceEngine:
 
     def _abort(self) -> int:
         """What waits and what runs ends as it is; returns how many responses that is."""
+        self._fail_scorings(Stopped("the inference engine was stopped, or paused, before the text was scored"))
         return self._end(lambda response: response.finish(self._tokenizer, self._served, self._name))
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             self._failure = error
             self._changed.notify_all()
+        self._fail_scorings(error)
         self._end(lambda response: response.pending.fail(error))
+
+    def _fail_scorings(self, error: BaseException) -> None:
+        with self._changed:
+            unfinished = list(self._scorings)
+            self._scorings.clear()
+        for scoring in unfinished:
+            scoring.fail(error)
 
     def _end(self, settle: Callable[[Response], None]) -> int:
         unfinished = self._unfinished()
@@ -519,18 +598,3 @@ class InferenceEngine:
         self._refuse_if_failed()
         if self._stopping:
             raise Stopped("the inference engine was stopped")
-
-
-def _check_length(decoder: Decoder, config: EngineConfig) -> None:
-    longest = decoder.config.max_position_embeddings
-    if config.max_seq_len > longest:
-        raise ConfigError(
-            f"{config.section}.max_seq_len is {config.max_seq_len}, but the model is meant for {longest} tokens "
-            "(max_position_embeddings): lower the one or change the model"
-        )
-
-
-def _signature(decoder: Decoder) -> tuple[object, ...]:
-    """Structure, shapes and dtypes: what the compiled programs depend on."""
-    leaves, structure = jax.tree.flatten(decoder)
-    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

@@ -46,7 +46,7 @@ from penstock.types import (
 )
 
 GENERATE = "/inference/v1/generate"
-_BUSY, _BEHIND = frozenset({429, 503}), frozenset({404, 502, 504})
+BUSY, _BEHIND = frozenset({429, 503}), frozenset({404, 502, 504})
 """vLLM says 503 where its queue is full, and 404 of an adapter that it does not have."""
 
 NO_LOGPROB = -9999.0
@@ -81,6 +81,8 @@ def key_of(config: ExternalConfig | None, token: str) -> str | None:
         raise ConfigError(f"inference.external.api_key_file is {config.api_key_file}: {error}") from error
     if not key:
         raise ConfigError(f"inference.external.api_key_file is {config.api_key_file}: it is empty; write the key there")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"inference.external.api_key_file is {config.api_key_file}: a key is one line of ASCII text")
     return key
 
 
@@ -242,7 +244,7 @@ class VllmDialect:
                 session,
                 target,
                 GENERATE,
-                busy=_BUSY,
+                busy=BUSY,
                 behind=_BEHIND,
                 bind=partial(self._bound, asked),
             )
@@ -268,7 +270,7 @@ class VllmDialect:
             asked.tokens,
             partial(self._read, asked, server, served, named),
             path=GENERATE,
-            busy=_BUSY,
+            busy=BUSY,
             behind=_BEHIND,
         )
 
@@ -366,7 +368,7 @@ class OpenAiDialect:
                 _TextReader(asked, "external"),
                 session,
                 target,
-                busy=_BUSY,
+                busy=BUSY,
                 behind=_BEHIND,
             )
             for asked in _asked(call, tokenizer, model, self._max_seq_len, None)

@@ -23,7 +23,7 @@ machines, several meshes, splitting a head, key heads kept on more than one devi
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,12 +45,15 @@ from penstock.inference.decoding import (
     insert,
     prefill,
     resize,
+    score,
 )
-from penstock.inference.dispatch import HostRows, HostSamples, to_device, to_host
+from penstock.inference.dispatch import HostRows, HostSamples, SlotRows, to_device, to_host
+from penstock.inference.sequence import MOST_ALTERNATIVES
+from penstock.model.arrays import are_shapes
 from penstock.model.language import Decoder, ModelConfig
 from penstock.model.language.attention import page_positions
 from penstock.model.language.attention_choice import AttentionKernel, Platform, attention_kernel, platform_named
-from penstock.model.programs import LazyPrograms, Programs, choose_cache, compile_programs
+from penstock.model.programs import LazyPrograms, Programs, choose_cache, compile_programs, light_compilation
 from penstock.types import CompiledProgram, ConfigError
 
 
@@ -64,17 +67,31 @@ class CompiledSteps(NamedTuple):
     insert: Callable[..., Array]
     fork: Callable[..., Array]
     resize: Callable[..., Array]
+    score: Callable[..., Any]
 
 
-ONE_DEVICE = CompiledSteps(
-    create=create_cache,
-    decode=jax.jit(decode, static_argnames=("steps", "kernel"), donate_argnames="cache"),
-    prefill=jax.jit(prefill, static_argnames="kernel"),
-    extend=jax.jit(extend, donate_argnames="cache"),
-    insert=jax.jit(insert, donate_argnames="cached"),
-    fork=jax.jit(fork, donate_argnames="cached"),
-    resize=jax.jit(resize, static_argnames="window"),
-)
+def _on_one_device(options: Any = None) -> CompiledSteps:
+    jit = functools.partial(jax.jit, compiler_options=options)
+    return CompiledSteps(
+        create=create_cache,
+        decode=jit(decode, static_argnames=("steps", "kernel", "alternatives"), donate_argnames="cache"),
+        prefill=jit(prefill, static_argnames="kernel"),
+        extend=jit(extend, donate_argnames="cache"),
+        insert=jit(insert, donate_argnames="cached"),
+        fork=jit(fork, donate_argnames="cached"),
+        resize=jit(resize, static_argnames="window"),
+        score=jit(score, static_argnames="alternatives", donate_argnames="cache"),
+    )
+
+
+ONE_DEVICE = _on_one_device()
+
+
+@functools.cache
+def light_programs(platform: str, dtype: str) -> CompiledSteps:
+    """Those of one device, sooner compiled where `light_compilation` can be."""
+    options = light_compilation(platform, dtype, newer_fusions=True)
+    return ONE_DEVICE if options is None else _on_one_device(options)
 
 
 @functools.cache
@@ -84,13 +101,17 @@ def split_programs(split: "ModelSplit") -> CompiledSteps:
     return CompiledSteps(
         create=jax.jit(create_cache, static_argnums=(0, 1, 2), out_shardings=cache),
         decode=jax.jit(
-            decode, static_argnames=("steps", "kernel"), donate_argnames="cache", out_shardings=(cache, whole)
+            decode,
+            static_argnames=("steps", "kernel", "alternatives"),
+            donate_argnames="cache",
+            out_shardings=(cache, whole),
         ),
         prefill=jax.jit(prefill, static_argnames="kernel", out_shardings=cache),
         extend=jax.jit(extend, donate_argnames="cache", out_shardings=cache),
         insert=jax.jit(insert, donate_argnames="cached", out_shardings=cache),
         fork=jax.jit(fork, donate_argnames="cached", out_shardings=cache),
         resize=jax.jit(resize, static_argnames="window", out_shardings=cache),
+        score=jax.jit(score, static_argnames="alternatives", donate_argnames="cache", out_shardings=(cache, whole)),
     )
 
 
@@ -198,6 +219,8 @@ _PAGES = "decode, {} rows by pages, window {}"
 _DECODE, _FORK, _RESIZE = "decode, window {}", "fork, window {}", "resize, window {} to {}"
 _PREFILL = "prefill, {} × {} prompt tokens"
 _EXTEND = "prefill, {} more prompt tokens, window {}"
+_BESIDE = "{}, with alternatives"
+_SCORE = "scores, window {}"
 _INSERT = "insert, {} × {} prompt tokens, window {}"
 """Names of programs."""
 
@@ -206,7 +229,7 @@ class ModelRunner:
     """Runs prefill and decode for a fixed number of slots.
 
     Args:
-        decoder: The first weights.
+        decoder: The first weights. Shapes in their place make one whose programs can be compiled, and nothing else.
         config: Shapes, and over how many devices.
 
     Attributes:
@@ -221,11 +244,16 @@ class ModelRunner:
         self._windows, self._steps = config.window_buckets, config.steps_per_dispatch
         devices = jax.local_device_count() if config.model_parallel is None else config.model_parallel
         self._split = ModelSplit.over(decoder.config, devices, config.section) if devices > 1 else None
-        self._programs = ONE_DEVICE if self._split is None else split_programs(self._split)
         self._lazy: LazyPrograms | None = None
         self.first = False
         self._weights = self._prepared(decoder, None)
-        self._cache = self._programs.create(decoder.config, config.max_slots, self._windows[0])
+        light = functools.partial(light_programs, self._platform, decoder.config.dtype)
+        self._programs = light() if self._split is None else split_programs(self._split)
+        create = functools.partial(self._programs.create, decoder.config, config.max_slots, self._windows[0])
+        self._cache = jax.eval_shape(create) if are_shapes(decoder) else create()
+        self._told = min(MOST_ALTERNATIVES, decoder.config.vocab_size)
+        # Not for runs, so compiled for whoever asks first; over several devices when they run.
+        self._rare = None if self._split is not None else LazyPrograms(self._rarely_run(), lambda _: None)
 
     @property
     def window(self) -> int:
@@ -242,6 +270,8 @@ class ModelRunner:
         return self._prepared(decoder, self._weights)
 
     def _prepared(self, decoder: Decoder, held: ServedWeights | None) -> ServedWeights:
+        if are_shapes(decoder):
+            return jax.eval_shape(ServedWeights.of, decoder)
         weights = ServedWeights.of(decoder) if self._split is None else self._split.serve(decoder, held)
         return jax.block_until_ready(weights)
 
@@ -289,8 +319,8 @@ class ModelRunner:
 
     @property
     def _platform(self) -> Platform:
-        devices = self._weights.ends.embedding.sharding.device_set
-        return platform_named(next(iter(devices)).platform)
+        placed = self._weights.ends.embedding.sharding  # None of shapes that are of no device
+        return platform_named(next(iter(placed.device_set if placed else jax.devices())).platform)
 
     def _prefill_kernel(self, length: int) -> AttentionKernel:
         """What computes the attention of a prefill; kernels of a chip do not split over devices, dense does."""
@@ -335,22 +365,95 @@ class ModelRunner:
         moves = Moves.of(sources, self._config.max_slots, self.window)
         self._cache = jax.tree.map(lambda cached: self._programs.fork(cached, moves), self._cache)
 
-    def decode(self, rows: HostRows) -> HostSamples:
+    def decode(self, rows: HostRows, alternatives: bool = False) -> HostSamples:
         """Runs one dispatch and waits for it.
 
         Args:
             rows: Of every slot.
+            alternatives: Whether the most probable tokens are told, by programs of their own.
         """
-        return self._decode(rows, *self._decode_shape(rows))
+        return self._decode(rows, *self._decode_shape(rows), self._told if alternatives else 0)
 
-    def _decode(self, rows: HostRows, name: str, count: int, kernel: DecodeKernel) -> HostSamples:
-        self._need(name)
+    def _decode(
+        self, rows: HostRows, name: str, count: int, kernel: DecodeKernel, alternatives: int = 0
+    ) -> HostSamples:
+        if alternatives:
+            self.need_rare(_BESIDE.format(name))
+        else:
+            self._need(name)
         slots = len(rows["budget"])
         chosen = np.sort(np.argsort(rows["budget"] == 0, kind="stable")[:count])  # what is live, then the first idle
         given = to_device(rows if count == slots else {field: array[chosen] for field, array in rows.items()})
-        run = functools.partial(self._programs.decode, steps=self._steps, kernel=kernel)
+        beside = {"alternatives": alternatives} if alternatives else {}  # what is left out is another key of JAX's
+        run = functools.partial(self._programs.decode, steps=self._steps, kernel=kernel, **beside)
         self._cache, emitted = run(self._weights, self._cache, given)
         return to_host(emitted, chosen, slots)
+
+    def score(
+        self, weights: ServedWeights, cache: KVCache, tokens: np.ndarray, start: int, temperature: float
+    ) -> tuple[KVCache, tuple[np.ndarray, ...]]:
+        """Scores the next tokens of a text and waits for them.
+
+        Args:
+            weights: Those that score; served, or served before.
+            cache: From `scratch`, then from here; donated.
+            tokens: int32: the last one that has been scored, and up to `scored_at_once` more.
+            start: Position of the first of them.
+            temperature: Divides the logits; 0 leaves them.
+
+        Returns:
+            The cache, and `TextScores` of ``tokens[1:]`` with padding behind.
+        """
+        self.need_rare(_SCORE.format(cache.window))
+        padded = np.pad(tokens, (0, self.scored_at_once + 1 - len(tokens)))
+        given = map(jax.device_put, (padded, np.int32(start), np.float32(temperature)))
+        cache, found = self._programs.score(weights, cache, *given, alternatives=self._told)
+        return cache, tuple(map(np.asarray, found))
+
+    @property
+    def scored_at_once(self) -> int:
+        """Tokens of a text that are scored between two dispatches."""
+        return min(self._config.prefill_chunk, self._config.max_seq_len)
+
+    def scratch(self, window: int) -> KVCache:
+        """An empty cache of one slot."""
+        return self._programs.create(self._weights.ends.config, 1, window)
+
+    def need_alternatives(self, windows: Iterable[int]) -> None:
+        """Has the programs of decoding over caches of these windows compiled that tell alternatives. For any thread."""
+        shapes = (name for window in dict.fromkeys(windows) for name, _, _ in self._decode_shapes(window))
+        self.need_rare(*map(_BESIDE.format, shapes))
+
+    def need_scores(self, window: int) -> None:
+        """Has the program compiled that scores a text over a cache of that window. For any thread."""
+        self.need_rare(_SCORE.format(window))
+
+    def need_rare(self, *names: str) -> None:
+        """Returns when these are compiled."""
+        if self._rare is not None:
+            self._rare.need(*names)
+
+    def _rarely_run(self) -> Programs:
+        """What no run needs, by name; lowered for the weights of then."""
+        run: Any = self._programs
+        config, text = self._config, jax.ShapeDtypeStruct((self.scored_at_once + 1,), np.int32)
+        start, temperature = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.float32)
+
+        def beside(window: int, count: int, kernel: DecodeKernel) -> object:
+            cache, rows = self._cache_shape(config.max_slots, window), SlotRows.shapes(count, config.max_stop_token_ids)
+            how = {"steps": self._steps, "kernel": kernel, "alternatives": self._told}
+            return run.decode.lower(self._weights, cache, rows, **how).compile()
+
+        def scores(window: int) -> object:
+            cache = self._cache_shape(1, window)
+            return run.score.lower(self._weights, cache, text, start, temperature, alternatives=self._told).compile()
+
+        found: dict[str, Callable[[], object]] = {}
+        for window in self._windows:
+            found[_SCORE.format(window)] = functools.partial(scores, window)
+            for name, count, kernel in self._decode_shapes(window):
+                found[_BESIDE.format(name)] = functools.partial(beside, window, count, kernel)
+        return found
 
     def digests(self, weights: ServedWeights) -> dict[str, str]:
         """`ServedWeights.digests`; for any thread."""
@@ -358,30 +461,49 @@ class ModelRunner:
         return weights.digests()
 
     def begin(
-        self, idle_rows: HostRows, on_done: Callable[[CompiledProgram | BaseException], None]
+        self,
+        idle_rows: HostRows,
+        on_done: Callable[[CompiledProgram | BaseException], None],
+        begun: LazyPrograms | None = None,
     ) -> LazyPrograms | None:
         """Has every program compiled when it is needed first.
 
-        Those of decoding, as a response grows, from now on, and before that what most short prompts at once need.
+        Those of decoding, as a response grows, from now on, and before that `first_programs`.
 
         Args:
             idle_rows: Rows with no budget.
-            on_done: As of `LazyPrograms`.
+            on_done: As of `LazyPrograms`, like `begun`.
+            begun: Has some of them compiled already, or begun.
 
         Returns:
             All programs; None over several devices, where they are compiled by `warm_up` alone.
         """
         if self._split is not None:
             return None
-        self._lazy = LazyPrograms(self._lowered(idle_rows), on_done)
+        self._lazy = LazyPrograms(self._lowered(idle_rows), on_done, begun)
+        self._lazy.compile(self._first, urgent=True)
+        for window, wider in pairwise(self._windows):
+            self._lazy.compile([_RESIZE.format(window, wider), _DECODE.format(wider)])
+        return self._lazy
+
+    def first_programs(self, idle_rows: HostRows) -> Programs:
+        """What most short prompts at once need; none over several devices.
+
+        Args:
+            idle_rows: Rows with no budget.
+        """
+        if self._split is not None:
+            return {}
+        programs = self._lowered(idle_rows)
+        return {name: programs[name] for name in self._first}
+
+    @property
+    def _first(self) -> list[str]:
         smallest = self._windows[0]
         first = [_DECODE.format(smallest)]
         for rows, length in sorted(self._prefill_shapes(smallest), key=lambda shape: (shape[1], -shape[0]))[:1]:
             first += [_PREFILL.format(rows, length), _INSERT.format(rows, length, smallest)]
-        self._lazy.compile(first, urgent=True)
-        for window, wider in pairwise(self._windows):
-            self._lazy.compile([_RESIZE.format(window, wider), _DECODE.format(wider)])
-        return self._lazy
+        return first
 
     def _need(self, *names: str) -> None:
         if self._lazy is not None:
@@ -475,6 +597,5 @@ class ModelRunner:
 
     def _extensions(self, window: int) -> Iterator[int]:
         """Padded lengths of what is added to cached texts of that window: those that whole prefill could be longer."""
-        buckets = self._config.prefill_buckets
-        longest = next((length for length in buckets if length >= window - 1), buckets[-1])
+        longest = self._config.padded_length(min(window, self._config.max_seq_len - 1))
         return (size for size in self._config.chunk_buckets if size < longest)

@@ -116,7 +116,10 @@ class Routing:
         gone = [s.server for s in self._states.values() if not _is_unchanged(s.server, given)]
         kept = {name: s for name, s in self._states.items() if _is_unchanged(s.server, given)}
         for name, server in given.items():
-            kept.setdefault(name, _State(server)).server = server
+            state = kept.setdefault(name, _State(server))
+            if state.server.version != server.version and not state.failures:  # it may have been behind
+                state.refusals, state.backoff_until, state.probing = 0, -math.inf, False
+            state.server = server
         self._states = kept
         return gone
 

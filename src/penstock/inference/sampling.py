@@ -44,7 +44,8 @@ def sample(
     top_k: Int32[Array, " rows"],
     top_p: Float32[Array, " rows"],
     min_p: Float32[Array, " rows"],
-) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"]]:
+    alternatives: int = 0,
+) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"], tuple[Array, Array] | None]:
     """Draws a token per row, with its log-probability under softmax(logits / temperature).
 
     Args:
@@ -56,9 +57,11 @@ def sample(
             may be drawn; 1 keeps all. For both, tokens tied with the last one kept are kept too.
         min_p: Only tokens at least this many times as probable as the most probable one may be drawn; 0 keeps all.
             Nguyen et al. 2024, https://arxiv.org/abs/2407.01082.
+        alternatives: How many of the most probable tokens are told, too.
 
     Returns:
-        Token ids and log-probabilities.
+        Token ids, log-probabilities, and where any are asked for the alternatives: int32 and float32
+        [alternatives, rows], the most probable first, equal to the last bit where they are the token drawn.
     """
     asked = (top_k < logits.shape[1]) | (top_p < 1.0) | (min_p > 0.0)
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
@@ -77,8 +80,18 @@ def sample(
     drawn = draw(kept, kept_sums, uniform)
     greedy = temperature == 0
     tokens = lax.cond(jnp.any(greedy), lambda: jnp.where(greedy, _mode(shifted), drawn), lambda: drawn)
-    logprobs = jnp.take_along_axis(shifted, tokens[:, None], axis=1)[:, 0] - jnp.log(jnp.sum(sums, axis=1))
-    return tokens, logprobs
+    chosen = jnp.take_along_axis(shifted, tokens[:, None], axis=1)[:, 0]
+    total = jnp.log(jnp.sum(sums, axis=1))
+    logprobs = chosen - total
+    return tokens, logprobs, most_probable(shifted, total, alternatives) if alternatives else None
+
+
+def most_probable(
+    scores: Float32[Array, "rows vocab"], total: Float32[Array, " rows"], count: int
+) -> tuple[Int32[Array, "count rows"], Float32[Array, "count rows"]]:
+    """The most probable tokens of each row, the first of those that are tied first, with scores − total."""
+    best, tokens = lax.top_k(scores, count)
+    return tokens.T, best.T - total
 
 
 def draw(

@@ -21,12 +21,12 @@ import numpy as np
 
 from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import ServedWeights
-from penstock.inference.dispatch import HostRows, HostSamples
+from penstock.inference.dispatch import HostRows, HostSamples, PrefixIndex
 from penstock.inference.meter import ThroughputMeter
 from penstock.inference.model_runner import ModelRunner
-from penstock.inference.sequence import Response
+from penstock.inference.sequence import Response, Scoring
 from penstock.model.language import Decoder
-from penstock.model.programs import LazyPrograms
+from penstock.model.programs import LazyPrograms, Programs
 from penstock.types import SAMPLING_FIELDS, CompiledProgram, WeightVersion
 
 
@@ -79,62 +79,6 @@ class AdmissionPlan:
     long: tuple[Filling, ...] = ()
     hits: int = 0
     cached: int = 0
-
-
-class PrefixIndex:
-    """Knows which texts the cache holds, slot by slot, under the weights that are served."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, np.ndarray] = {}
-        self._used: dict[int, int] = defaultdict(int)
-        self._clock = 0
-
-    def begin(self, slot: int, held: np.ndarray) -> None:
-        """The slot is given to another response, and of what it held only this stays."""
-        self._held[slot] = held
-        self.touch(slot)
-
-    def note(self, slot: int, held: np.ndarray) -> None:
-        """The slot of a response holds this now, unless what it was given for is forgotten."""
-        if slot in self._held:
-            self._held[slot] = held
-            self.touch(slot)
-
-    def touch(self, slot: int) -> None:
-        """Nothing was used later."""
-        self._clock += 1
-        self._used[slot] = self._clock
-
-    def common(self, slot: int, text: np.ndarray) -> int:
-        """How many tokens of that beginning the slot holds."""
-        held = self._held.get(slot, text[:0])
-        differ = held[: len(text)] != text[: len(held)]
-        return int(differ.argmax()) if differ.any() else len(differ)
-
-    def longest(self, text: np.ndarray) -> tuple[int, int]:
-        """The first slot that holds the most tokens of that beginning, and how many; −1 where none holds any."""
-        found = max(((self.common(slot, text), -slot) for slot in self._held), default=(0, 1))
-        return (-found[1], found[0]) if found[0] else (-1, 0)
-
-    def home(self, text: np.ndarray, free: Sequence[int]) -> int | None:
-        """The free slot in which that text can go on with at least half of what is there, and how much that is."""
-        shared = {slot: self.common(slot, text) for slot in free if slot in self._held}
-        fits = [slot for slot, common in shared.items() if 0 < len(self._held[slot]) <= 2 * common]
-        return max(fits, key=lambda slot: (shared[slot], -slot), default=None)
-
-    def oldest(self, free: Sequence[int]) -> int:
-        """The slot of which least is lost."""
-        return min(free, key=lambda slot: (slot in self._held, self._used[slot], slot))
-
-    @property
-    def reach(self) -> int:
-        """Positions of the longest text."""
-        return max(map(len, self._held.values()), default=0)
-
-    def clear(self) -> None:
-        """Forgets everything."""
-        self._held.clear()
-        self._used.clear()
 
 
 def plan_admission(
@@ -345,7 +289,8 @@ class SlotTable:
         for slot, response in self.live:
             count = int(sampled.count[slot])
             tokens = sampled.tokens[:count, slot].tolist()
-            response.extend(tokens, sampled.logprobs[:count, slot].tolist(), version)
+            logprobs = sampled.logprobs[:count, slot].tolist()
+            response.extend(tokens, logprobs, version, sampled.alternatives(slot))
             self._rows["tokens"][slot] = tokens[-1]
             self._rows["positions"][slot] += count
             self._rows["budget"][slot] = response.remaining_tokens
@@ -358,7 +303,7 @@ class RunningBatch:
     """Fixed slots that are refilled as responses end.
 
     Args:
-        decoder: The first weights.
+        decoder: The first weights, or shapes as of `ModelRunner`.
         config: Shapes and limits.
         meter: Counts what runs; for other threads to read.
     """
@@ -395,9 +340,15 @@ class RunningBatch:
         """Compiles every program; yields each as it is done."""
         return self._runner.warm_up(self._slots.rows)
 
-    def begin(self, on_done: Callable[[CompiledProgram | BaseException], None]) -> LazyPrograms | None:
+    def begin(
+        self, on_done: Callable[[CompiledProgram | BaseException], None], begun: LazyPrograms | None = None
+    ) -> LazyPrograms | None:
         """`ModelRunner.begin`."""
-        return self._runner.begin(self._slots.rows, on_done)
+        return self._runner.begin(self._slots.rows, on_done, begun)
+
+    def first_programs(self) -> Programs:
+        """`ModelRunner.first_programs`."""
+        return self._runner.first_programs(self._slots.rows)
 
     def digests(self, weights: ServedWeights) -> dict[str, str]:
         """Of what lies there. For any thread."""
@@ -547,7 +498,8 @@ class RunningBatch:
             return []
         started = time.monotonic()
         self._runner.first = version.step == 0
-        sampled = self._runner.decode(self._slots.rows)
+        beside = any(response.pending.request.alternatives for _, response in running)
+        sampled = self._runner.decode(self._slots.rows, beside)
         ended = self._slots.advance(sampled, version)
         self._meter.add_tokens(running, sampled.count)
         for slot, response in ended:
@@ -557,6 +509,36 @@ class RunningBatch:
         self._meter.add(responses=len(ended))
         self._meter.add_dispatch(started, int(sampled.count.sum()))
         return [response for _, response in ended]
+
+    def need_alternatives(self, prompt_tokens: int) -> None:
+        """Has compiled what tells a prompt's first alternatives, beside what runs now. For any thread."""
+        begun = self._bucket(prompt_tokens + self._config.steps_per_dispatch)
+        self._runner.need_alternatives((begun, max(begun, self._runner.window)))
+
+    def need_scores(self, tokens: int) -> None:
+        """Has the program compiled that scores a text of that length. For any thread."""
+        self._runner.need_scores(self._bucket(tokens))
+
+    def score(self, scoring: Scoring, version: WeightVersion) -> bool:
+        """Scores a chunk of a text; all of it by the weights that began it, of that version then.
+
+        Returns:
+            Whether that was the last one; the scores are told then.
+        """
+        runner, tokens = self._runner, scoring.tokens
+        if scoring.begun is None:
+            scoring.begun = runner.weights, version, runner.scratch(self._bucket(len(tokens)))
+        weights, began, cache = scoring.begun
+        if scoring.left:
+            piece = tokens[scoring.done : scoring.done + runner.scored_at_once + 1]
+            cache, part = runner.score(weights, cache, piece, scoring.done, scoring.temperature)
+            scoring.begun = weights, began, cache
+            scoring.add(part)
+            self._meter.add(scored_tokens=len(piece) - 1)
+        if scoring.left:
+            return False
+        scoring.finish(began)
+        return True
 
     def drop_cancelled(self) -> int:
         """Frees the slots of responses that nobody waits for; returns how many."""

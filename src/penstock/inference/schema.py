@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from penstock.inference.sequence import MOST_STOP_STRINGS
+from penstock.inference.sequence import MOST_ALTERNATIVES, MOST_STOP_STRINGS
 from penstock.types import SAMPLING_FIELDS, Decoding, WeightVersion, fold
 
 LONGEST_MESSAGE = 1000
@@ -82,6 +82,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -99,7 +100,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "add_special_tokens": (False,),
     "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
     "documents": (),
     "chat_template": (),
     "guided_json": (),
@@ -112,8 +112,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Parameters that are accepted only with these values (or null), which ask for nothing."""
 
-IGNORED = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"})
+IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"}
+)
 """Parameters that do not change what is generated."""
+
+IDLE_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "type": ("text", "message"),
+    "refusal": ("",),
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "reasoning_content": ("",),
+}
+"""Fields of messages that other servers' answers have, and that clients send back: taken with these values, or null."""
 
 MOST_RESPONSES = 4096
 """Of one request, over all its prompts."""
@@ -148,6 +160,13 @@ class _Body(_Sampling):
     stop: str | _Listed[str] | None = None
     stop_token_ids: _Listed[int] | None = None
     return_token_ids: bool = False
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
+
+    @model_validator(mode="after")
+    def _whole_answers_only(self) -> "_Body":
+        if self.stream and self.prompt_logprobs is not None:
+            raise _refused("prompt_logprobs", "is not told by streams: leave out it or stream")
+        return self
 
     @property
     def counts_usage(self) -> bool:
@@ -171,9 +190,27 @@ class CompletionBody(_Body):
 
     prompt: str | _Listed[str] | _Listed[int] | _Listed[_Listed[int]]
     max_tokens: int = 16
-    logprobs: int | None = Field(default=None, ge=0, le=1)
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
+    echo: bool = False
     seeds: _Listed[int] | None = None
     least_weights: _Listed[int] | None = Field(default=None, min_length=2, max_length=2)
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> "CompletionBody":
+        if self.max_tokens == 0 and not self.only_scores:
+            raise _refused("max_tokens", "is 0, which goes with echo or prompt_logprobs only: ask for at least one")
+        return self
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether nothing is sampled."""
+        return self.max_tokens == 0 and (self.echo or self.prompt_logprobs is not None)
+
+    @property
+    def scored(self) -> int | None:
+        """How many alternatives are told beside each token of the prompts; None where these are not scored."""
+        told = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((each for each in told if each is not None), default=None)
 
     def is_ahead_of(self, version: WeightVersion) -> bool:
         """Whether `least_weights`, a lineage and a step, asks for newer weights than these of the same lineage."""
@@ -229,6 +266,14 @@ class ChatMessage(BaseModel):
     name: str | None = None
     tool_calls: _Listed[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_idle_fields(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        idle = {name for name in given if name in IDLE_IN_MESSAGES and given[name] in IDLE_IN_MESSAGES[name]}
+        return {name: value for name, value in given.items() if value is not None and name not in idle}
 
     @model_validator(mode="after")
     def _says_something(self) -> "ChatMessage":
@@ -294,11 +339,19 @@ class ChatBody(_Body, _Conversation):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _beside_what(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise _refused("top_logprobs", "goes with logprobs: true only: give both or none")
+        return self
 
     @property
-    def reads_calls(self) -> bool:
-        """Whether calls of tools are read out of the answer.
+    def most_calls(self) -> int:
+        """Calls of tools that are read out of the answer.
 
         Raises:
             ApiError: status 400: a call is demanded, which nothing here can force.
@@ -306,7 +359,9 @@ class ChatBody(_Body, _Conversation):
         if self.tool_choice not in (None, "auto", "none"):
             message = "tool_choice can be auto or none: this server forces no calls; leave it out"
             raise ApiError(400, message, "tool_choice", "unsupported_parameter")
-        return bool(self.tools) and self.tool_choice != "none"
+        if not self.tools or self.tool_choice == "none":
+            return 0
+        return MOST_ENTRIES if self.parallel_tool_calls else 1
 
 
 class DetokenizeBody(BaseModel):
@@ -360,6 +415,7 @@ def read_body(kind: type[_Read], content: bytes, max_seq_len: int) -> _Read:
     if not isinstance(parsed, dict):
         raise ApiError(400, "the body must be a JSON object")
     wanted = {name: value for name, value in parsed.items() if name not in IGNORED}
+    wanted = {name: value for name, value in wanted.items() if value is not None or name not in kind.model_fields}
     for name in [name for name in wanted if name not in kind.model_fields]:
         _refuse_unless_neutral(name, wanted.pop(name))
     _count_entries(wanted, max_seq_len)
@@ -409,7 +465,7 @@ def _count_parts(messages: list[Any]) -> None:
     contents = [message["content"] for message in objects if isinstance(message.get("content"), list)]
     parts = [part for content in contents for part in content]
     _at_most(MOST_ENTRIES, parts, "messages: content")
-    names = len(ChatMessage.model_fields)
+    names = len(ChatMessage.model_fields) + len(IDLE_IN_MESSAGES)
     for each in [*objects, *(part for part in parts if isinstance(part, dict))]:
         if len(each) > names:
             message = f"messages: an object in it has {len(each)} names: at most {names} are known"
@@ -426,6 +482,11 @@ def folded_seeds(seed: int | None, prompts: int) -> list[int]:
     """A seed for each prompt, derived from one; from none that anybody knows where there is none."""
     root = secrets.randbits(63) if seed is None else seed
     return [fold(root, i) for i in range(prompts)]
+
+
+def _refused(name: str, why: str) -> ApiError:
+    """Of a value that does not go with others."""
+    return ApiError(400, f"{name} {why}", name, "invalid_value")
 
 
 def _unsupported(name: str) -> str:

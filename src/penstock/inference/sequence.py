@@ -13,17 +13,21 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from penstock.inference.config import EngineConfig
+from penstock.model.language.config import ModelConfig
 from penstock.types import (
     SAMPLING_FIELDS,
+    Alternatives,
     Completion,
     ConfigError,
     Decoding,
     EnvironmentFailure,
     FinishReason,
+    PromptScores,
     TextCodec,
     WeightVersion,
     fold,
@@ -32,6 +36,9 @@ from penstock.types import (
 MOST_STOP_STRINGS = 64
 LONGEST_STOP_STRING = 1024
 """Every sampled token is compared with all of them."""
+
+MOST_ALTERNATIVES = 20
+"""Tokens told beside each one of a text; the programs that tell any tell so many."""
 
 TOKEN_ID_LIMIT = 2**31
 """One past the largest int32."""
@@ -46,15 +53,17 @@ class GenerationRequest:
         decoding: How to sample; no `stop_token_ids` means the tokenizer's.
         seed: Sample j draws from ``fold(seed, j)``, and from nothing else.
         n: Responses; they share the prompt's prefill.
-        on_tokens: Told of the tokens and log-probabilities that each dispatch gave sample j: called by the engine's
-            thread, so it returns at once and raises nothing.
+        on_tokens: Told of the tokens, log-probabilities and alternatives that each dispatch gave sample j: called by
+            the engine's thread, so it returns at once and raises nothing.
+        alternatives: How many of the most probable tokens are recorded at each position; not for training.
     """
 
     prompt: np.ndarray
     decoding: Decoding
     seed: int
     n: int = 1
-    on_tokens: Callable[[int, list[int], list[float]], None] | None = None
+    on_tokens: Callable[[int, list[int], list[float], Alternatives | None], None] | None = None
+    alternatives: int = 0
 
 
 def check_request(request: GenerationRequest, config: EngineConfig, vocab_size: int) -> None:
@@ -64,23 +73,48 @@ def check_request(request: GenerationRequest, config: EngineConfig, vocab_size: 
         EnvironmentFailure: the prompt is empty, has unknown tokens, or leaves no room for a response.
         ConfigError: the decoding parameters are out of range.
     """
-    _check_prompt(request.prompt, config, vocab_size)
+    _check_prompt(request.prompt, vocab_size)
     _check_decoding(request.decoding, config)
     if request.n < 1:
         raise ConfigError(f"n is {request.n}: ask for at least one response")
-
-
-def _check_prompt(prompt: np.ndarray, config: EngineConfig, vocab_size: int) -> None:
-    max_seq_len = config.max_seq_len
-    if prompt.dtype != np.int32 or prompt.ndim != 1:
-        raise EnvironmentFailure(f"prompt is {prompt.dtype}{list(prompt.shape)}: it must be int32 [p]")
-    if len(prompt) == 0:
-        raise EnvironmentFailure("prompt is empty: a policy needs at least one token to condition on")
+    _check_alternatives(request.alternatives)
+    max_seq_len, prompt = config.max_seq_len, request.prompt
     if len(prompt) >= max_seq_len:
         raise EnvironmentFailure(
             f"prompt has {len(prompt)} tokens, which leaves no room for a response within max_seq_len = "
             f"{max_seq_len}: shorten the prompt or raise {config.section}.max_seq_len"
         )
+
+
+def check_scoring(scoring: "Scoring", config: EngineConfig, vocab_size: int) -> None:
+    """Refuses a text that the engine cannot score.
+
+    Raises:
+        EnvironmentFailure: it is empty, too long, or has unknown tokens.
+        ConfigError: temperature or alternatives are out of range.
+    """
+    _check_prompt(scoring.tokens, vocab_size)
+    _check_alternatives(scoring.alternatives)
+    temperature = SAMPLING_FIELDS["temperature"]
+    if not temperature.allows(scoring.temperature):
+        raise ConfigError(f"temperature is {scoring.temperature}: it must be {temperature.expected}")
+    if len(scoring.tokens) > config.max_seq_len:
+        raise EnvironmentFailure(
+            f"prompt has {len(scoring.tokens)} tokens, and max_seq_len is {config.max_seq_len}: shorten the prompt or "
+            f"raise {config.section}.max_seq_len"
+        )
+
+
+def _check_alternatives(count: int) -> None:
+    if not 0 <= count <= MOST_ALTERNATIVES:
+        raise ConfigError(f"alternatives is {count}: it must be from 0 to {MOST_ALTERNATIVES}")
+
+
+def _check_prompt(prompt: np.ndarray, vocab_size: int) -> None:
+    if prompt.dtype != np.int32 or prompt.ndim != 1:
+        raise EnvironmentFailure(f"prompt is {prompt.dtype}{list(prompt.shape)}: it must be int32 [p]")
+    if len(prompt) == 0:
+        raise EnvironmentFailure("prompt is empty: a policy needs at least one token to condition on")
     if prompt.min() < 0 or prompt.max() >= vocab_size:
         raise EnvironmentFailure(
             f"prompt holds token id {_outside(prompt, vocab_size)}, but the model's vocabulary has {vocab_size}"
@@ -206,6 +240,7 @@ class Response:
         tokens: Sampled so far.
         logprobs: Of those tokens.
         versions: The weights that sampled each of them.
+        alternatives: Pieces of what was asked for beside the tokens, one after the other.
         prefilled_by: The weights behind the prompt's cache; None for a prompt that needed none.
         finish_reason: None while it runs.
         told_s: When it had its newest tokens, in seconds of this process's monotonic clock; None before the first.
@@ -217,6 +252,7 @@ class Response:
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[WeightVersion] = field(default_factory=list[WeightVersion])
+    alternatives: list[Alternatives] = field(default_factory=list[Alternatives])
     prefilled_by: WeightVersion | None = None
     finish_reason: FinishReason | None = None
     told_s: float | None = None
@@ -240,19 +276,25 @@ class Response:
         """How many tokens it may still sample."""
         return self.pending.max_tokens - len(self.tokens)
 
-    def extend(self, tokens: list[int], logprobs: list[float], version: WeightVersion) -> None:
+    def extend(
+        self, tokens: list[int], logprobs: list[float], version: WeightVersion, found: Alternatives | None = None
+    ) -> None:
         """Takes one dispatch's tokens, drops those past the end, and notes why it ended if it did."""
         kept = self._stop_strings.completed_by(tokens) if self._stop_strings is not None else None
         count = len(tokens) if kept is None else kept
         self.tokens += tokens[:count]
         self.logprobs += logprobs[:count]
         self.versions += [version] * count
+        wanted = self.pending.request.alternatives
+        best = None if found is None or not wanted else cut(found, count, wanted)
+        if best is not None:
+            self.alternatives.append(best)
         if kept is not None or (self.tokens and self.tokens[-1] in self.pending.stop_token_ids):
             self.finish_reason = "stop"
         elif self.remaining_tokens == 0:
             self.finish_reason = "length"
         if self.pending.request.on_tokens is not None:
-            self.pending.request.on_tokens(self.index, tokens[:count], logprobs[:count])
+            self.pending.request.on_tokens(self.index, tokens[:count], logprobs[:count], best)
 
     def finish(self, tokenizer: TextCodec, current: WeightVersion, engine: str) -> None:
         """Hands the completion to its request.
@@ -275,5 +317,87 @@ class Response:
             finish_reason=self.finish_reason or "aborted",
             engine=engine,
             finished_s=time.monotonic(),
+            alternatives=joined(self.alternatives) if self.pending.request.alternatives else None,
         )
         self.pending.complete(self.index, completion)
+
+
+def cut(found: Alternatives, positions: int, most: int) -> Alternatives:
+    """The first positions, and of each the most probable tokens."""
+    return Alternatives(found.tokens[:positions, :most], found.logprobs[:positions, :most])
+
+
+def joined(pieces: Sequence[Alternatives]) -> Alternatives:
+    """Of positions that follow one another."""
+    if not pieces:
+        return Alternatives(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
+    return Alternatives(np.concatenate([p.tokens for p in pieces]), np.concatenate([p.logprobs for p in pieces]))
+
+
+@dataclass(slots=True, eq=False)
+class Scoring:
+    """A text whose log-probabilities are asked for, on its way; the engine's thread's own from its submission on.
+
+    Attributes:
+        tokens: int32 [p].
+        temperature: Divides the logits; 0 leaves them.
+        alternatives: How many of the most probable tokens are told at each position.
+        future: Resolved with the scores.
+        begun: The weights that score all of it, their version, and the cache of what has been scored; None before.
+        parts: Scores so far, one after the other: log-probabilities, ranks, and [k, length] each the most probable
+            tokens and theirs.
+        done: How many tokens they are of.
+    """
+
+    tokens: np.ndarray
+    temperature: float
+    alternatives: int
+    future: Future[PromptScores] = field(default_factory=Future)
+    begun: tuple[Any, WeightVersion, Any] | None = None
+    parts: list[tuple[np.ndarray, ...]] = field(default_factory=list[tuple[np.ndarray, ...]])
+    done: int = 0
+
+    @property
+    def left(self) -> int:
+        """Tokens that have no score yet; the first one of a text never has one."""
+        return len(self.tokens) - 1 - self.done
+
+    def add(self, part: tuple[np.ndarray, ...]) -> None:
+        """Takes the scores of the next tokens, of which the last may be padding."""
+        self.parts.append(part)
+        self.done += min(self.left, len(part[0]))
+
+    def finish(self, version: WeightVersion) -> None:
+        """Hands the scores, of that version, to whoever waits."""
+        logprobs, ranks, top_tokens, top_logprobs = (
+            np.concatenate(each, axis=-1)[..., : len(self.tokens) - 1]
+            for each in zip(*(self.parts or [_NO_SCORES]), strict=True)
+        )
+        best = Alternatives(top_tokens.T[:, : self.alternatives], top_logprobs.T[:, : self.alternatives])
+        scores = PromptScores(self.tokens, logprobs, ranks, best if self.alternatives else None, version)
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result(scores)
+
+    def fail(self, error: BaseException) -> None:
+        """Gives the error to whoever waits."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
+_NO_SCORES = (
+    np.zeros(0, np.float32),
+    np.zeros(0, np.int32),
+    np.zeros((MOST_ALTERNATIVES, 0), np.int32),
+    np.zeros((MOST_ALTERNATIVES, 0), np.float32),
+)
+"""Of a text of one token."""
+
+
+def check_length(model: ModelConfig, config: EngineConfig) -> None:
+    """Raises ConfigError if sequences may become longer than what the model is meant for."""
+    longest = model.max_position_embeddings
+    if config.max_seq_len > longest:
+        raise ConfigError(
+            f"{config.section}.max_seq_len is {config.max_seq_len}, but the model is meant for {longest} tokens "
+            "(max_position_embeddings): lower the one or change the model"
+        )

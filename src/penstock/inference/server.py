@@ -5,7 +5,7 @@ and ``/version``. Handlers never block the event loop: bodies are read, texts en
 at a time, and the engine's futures are awaited. `penstock.inference.access` bounds what may be asked before any handler
 runs. A client that goes away frees its slots, in the middle of a stream, too. Routes that pause the engine or change
 its weights exist only where a token is asked for (`_Control`), and never on the servers of a run. Not covered:
-penalties (refused by name), log-probabilities of alternatives.
+penalties (refused by name).
 """
 
 import asyncio
@@ -29,7 +29,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from penstock.inference.access import AccessRules
-from penstock.inference.answers import CONTENT_TYPE, AnswerForm, AnswerStream, event, exposition
+from penstock.inference.answers import (
+    CONTENT_TYPE,
+    AnswerForm,
+    AnswerStream,
+    PromptForm,
+    Sampled,
+    event,
+    exposition,
+)
 from penstock.inference.codec import largest_body_bytes
 from penstock.inference.config import EngineConfig
 from penstock.inference.engine import InferenceEngine, PauseMode
@@ -48,12 +56,14 @@ from penstock.inference.sequence import GenerationRequest
 from penstock.inference.server_pool import MODEL_NAME
 from penstock.model.language import Decoder
 from penstock.types import (
+    Alternatives,
     CheckpointError,
     Completion,
     ConfigError,
     EnvironmentFailure,
     Message,
     NoProgressError,
+    PromptScores,
     RunFailed,
     Stopped,
     TextCodec,
@@ -157,6 +167,12 @@ class Answering(Protocol):
         """A future for each, with its n completions."""
         ...
 
+    def score(
+        self, texts: Sequence[np.ndarray], temperature: float = 1.0, alternatives: int = 0
+    ) -> "list[Future[PromptScores]]":
+        """A future for each, with what the weights make of it."""
+        ...
+
 
 class Api:
     """The routes that generate, and what goes with them.
@@ -198,15 +214,23 @@ class Api:
         if body.is_ahead_of(self._engine.version):
             message = f"this server has weights of {self._engine.version}, and {body.least_weights} were asked for"
             raise ApiError(503, message, param="least_weights", code="weights_behind")
-        decoding = body.decoding(body.max_tokens)
+        decoding = body.decoding(1 if body.only_scores else body.max_tokens)
         prompts = await self.work(lambda: [self._render(prompt) for prompt in body.prompts])
         seeds = body.prompt_seeds(len(prompts))
-        requests = [GenerationRequest(p, decoding, seed, body.n) for p, seed in zip(prompts, seeds, strict=True)]
+        requests = [
+            GenerationRequest(p, decoding, seed, body.n, alternatives=body.logprobs or 0)
+            for p, seed in zip(prompts, seeds, strict=True)
+        ]
         form = AnswerForm(
-            self._tokenizer, model, False, decoding.stop_strings, body.logprobs is not None,
+            self._tokenizer, model, False, decoding.stop_strings, body.logprobs,
             body.return_token_ids, body.return_tokens_as_token_ids,
         )  # fmt: skip
-        return await self._answered(request, requests, form, body)
+        told = await self._scored(request, requests, body.scored, body.prompt_logprobs)
+        if body.echo:
+            texts = await self.work(lambda: [self._text(prompt) for prompt in body.prompts])
+            told = [replace(each, echo=text) for each, text in zip(told, texts, strict=True)]
+        futures = self._unanswered(requests, told) if body.only_scores else None
+        return await self._answered(request, requests, form, told, body, futures)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answers a conversation."""
@@ -215,31 +239,73 @@ class Api:
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         decoding = body.decoding(self._max_seq_len if limit is None else limit)
         prompt = await self.work(lambda: self._conversation(body))
+        beside = (body.top_logprobs or 0) if body.logprobs else None
         form = AnswerForm(
-            self._tokenizer, model, True, decoding.stop_strings, bool(body.logprobs),
-            body.return_token_ids, body.return_tokens_as_token_ids, body.reads_calls,
+            self._tokenizer, model, True, decoding.stop_strings, beside,
+            body.return_token_ids, body.return_tokens_as_token_ids, body.most_calls,
         )  # fmt: skip
-        asked = GenerationRequest(prompt, decoding, folded_seeds(body.seed, 1)[0], body.n)
-        return await self._answered(request, [asked], form, body)
+        asked = [GenerationRequest(prompt, decoding, folded_seeds(body.seed, 1)[0], body.n, alternatives=beside or 0)]
+        told = await self._scored(request, asked, body.prompt_logprobs, body.prompt_logprobs)
+        return await self._answered(request, asked, form, told, body)
+
+    async def _scored(
+        self, request: Request, requests: list[GenerationRequest], alternatives: int | None, told: int | None
+    ) -> list[PromptForm]:
+        """What the weights make of the prompts, by the temperature of what is sampled; None: nobody asks for it."""
+        if alternatives is None:
+            return [PromptForm()] * len(requests)
+        prompts, temperature = [each.prompt for each in requests], requests[0].decoding.temperature
+        with _engines_errors():
+            futures = await run_in_threadpool(self._engine.score, prompts, temperature, alternatives)
+        scores = await _wait(request, futures, self._engine.config.request_timeout_s)
+        return [PromptForm(None, each, told) for each in scores]
+
+    def _unanswered(
+        self, requests: list[GenerationRequest], prompts: list[PromptForm]
+    ) -> "list[Future[list[Completion]]]":
+        """Of requests that ask for no tokens, only for what is told of their prompts."""
+        futures: list[Future[list[Completion]]] = []
+        for request, prompt in zip(requests, prompts, strict=True):
+            version = self._engine.version if prompt.scores is None else prompt.scores.version
+            nothing = Completion.empty(request.prompt, version)
+            futures.append(Future())
+            futures[-1].set_result([nothing] * request.n)
+        return futures
 
     async def _answered(
-        self, request: Request, requests: list[GenerationRequest], form: AnswerForm, body: CompletionBody | ChatBody
+        self,
+        request: Request,
+        requests: list[GenerationRequest],
+        form: AnswerForm,
+        prompts: list[PromptForm],
+        body: CompletionBody | ChatBody,
+        futures: "list[Future[list[Completion]]] | None" = None,
     ) -> Response:
         if body.stream:
-            return await self._streamed(requests, form, body.counts_usage)
-        futures = await self._submit(requests)
-        groups = await _wait(request, futures, self._engine.config.request_timeout_s)
-        return await self.work(lambda: _response(form.answer(groups)))
+            return await self._streamed(requests, form, prompts, body.counts_usage, futures)
+        if futures is None:
+            futures = await self._submit(requests)
+        groups = _complete(await _wait(request, futures, self._engine.config.request_timeout_s))
+        return await self.work(lambda: _response(form.answer(groups, prompts)))
 
-    async def _streamed(self, requests: list[GenerationRequest], form: AnswerForm, with_usage: bool) -> Response:
+    async def _streamed(
+        self,
+        requests: list[GenerationRequest],
+        form: AnswerForm,
+        prompts: list[PromptForm],
+        with_usage: bool,
+        futures: "list[Future[list[Completion]]] | None",
+    ) -> Response:
         """Begins once the engine has taken the requests: what it refuses is answered as ever."""
-        dispatches: asyncio.Queue[Sampled | None] = asyncio.Queue()
+        dispatches: asyncio.Queue[tuple[int, Sampled] | None] = asyncio.Queue()
         tell = partial(asyncio.get_running_loop().call_soon_threadsafe, dispatches.put_nowait)
         watched = [
-            replace(each, on_tokens=partial(_sampled, tell, number * each.n)) for number, each in enumerate(requests)
+            replace(each, on_tokens=partial(_tell, tell, number * each.n)) for number, each in enumerate(requests)
         ]
-        futures = await self._submit(watched)
-        stream = AnswerStream(form, sum(each.n for each in requests), with_usage)
+        if futures is None:
+            futures = await self._submit(watched)
+        of_choices = [prompt for prompt, each in zip(prompts, requests, strict=True) for _ in range(each.n)]
+        stream = AnswerStream(form, of_choices, with_usage)
         events = _events(stream, futures, dispatches, self._engine.config.request_timeout_s)
         return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
@@ -307,6 +373,10 @@ class Api:
             raise ApiError(400, str(error), code="invalid_prompt") from error
         except ConfigError as error:
             raise ApiError(400, str(error), param="messages") from error
+
+    def _text(self, prompt: str | np.ndarray) -> str:
+        """As it is repeated before an answer."""
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, False)
 
     async def _submit(self, requests: list[GenerationRequest]) -> "list[Future[list[Completion]]]":
         with _engines_errors():
@@ -414,22 +484,23 @@ LONGEST_VERSION = 19
 """In characters: lineage and step are below 2**31."""
 
 
-Sampled = tuple[int, list[int], list[float]]
-"""A choice, and the tokens and log-probabilities that a dispatch gave it."""
-
-
-def _sampled(
-    tell: Callable[[Sampled], object], first: int, index: int, tokens: list[int], logprobs: list[float]
+def _tell(
+    tell: Callable[[tuple[int, Sampled]], object],
+    first: int,
+    index: int,
+    tokens: list[int],
+    logprobs: list[float],
+    beside: Alternatives | None,
 ) -> None:
-    """Called by the engine's thread."""
+    """Tells what a dispatch gave a choice; called by the engine's thread."""
     with suppress(RuntimeError):  # the event loop is closed: nobody listens any more
-        tell((first + index, tokens, logprobs))
+        tell((first + index, (tokens, logprobs, beside)))
 
 
 async def _events(
     stream: AnswerStream,
     futures: "Sequence[Future[list[Completion]]]",
-    dispatches: "asyncio.Queue[Sampled | None]",
+    dispatches: "asyncio.Queue[tuple[int, Sampled] | None]",
     timeout_s: float,
 ) -> AsyncIterator[bytes]:
     """A streamed answer; where the client leaves, the futures are cancelled, and the slots are free."""
@@ -440,8 +511,8 @@ async def _events(
     try:
         for begun in stream.begin():
             yield begun
-        while (sampled := await asyncio.wait_for(dispatches.get(), limit - loop.time())) is not None:
-            if told := stream.add(*sampled):
+        while (dispatched := await asyncio.wait_for(dispatches.get(), limit - loop.time())) is not None:
+            if told := stream.add(*dispatched):
                 yield told
         with _engines_errors():
             groups = _complete(whole.result())
@@ -464,9 +535,7 @@ def _complete(groups: list[list[Completion]]) -> list[list[Completion]]:
     return groups
 
 
-async def _wait(
-    request: Request, futures: Sequence["Future[list[Completion]]"], timeout_s: float
-) -> list[list[Completion]]:
+async def _wait(request: Request, futures: Sequence["Future[_Result]"], timeout_s: float) -> list[_Result]:
     """Awaits the engine; the futures are cancelled when the client leaves or the time is over."""
     answer = asyncio.wrap_future(_gathered(futures))
     departure = asyncio.ensure_future(_departed(request))
@@ -474,7 +543,7 @@ async def _wait(
         await asyncio.wait({answer, departure}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
             with _engines_errors():
-                return _complete(answer.result())
+                return answer.result()
         if departure.done():
             raise ApiError(499, "the client closed the connection")
         raise ApiError(504, f"no complete response within {timeout_s} s", code="timeout")
@@ -485,12 +554,12 @@ async def _wait(
             future.cancel()
 
 
-def _gathered(futures: Sequence["Future[list[Completion]]"]) -> "Future[list[list[Completion]]]":
+def _gathered(futures: Sequence["Future[_Result]"]) -> "Future[list[_Result]]":
     """One that ends with the last of them: the event loop is woken once, however many prompts there are."""
-    whole: Future[list[list[Completion]]] = Future()
+    whole: Future[list[_Result]] = Future()
     ended = itertools.count(1)
 
-    def note(_: "Future[list[Completion]]") -> None:
+    def note(_: "Future[_Result]") -> None:
         if next(ended) < len(futures) or not whole.set_running_or_notify_cancel():
             return
         try:

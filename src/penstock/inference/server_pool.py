@@ -512,6 +512,7 @@ class ServerPool:
         """
         bound = request.bound_to(server)
         if bound is None:
+            self._routing.refused(server, self._clock())  # else it is chosen again before the loop hears of a newer one
             raise RetryableFailure(f"it serves {server.version}, and a newer version was asked for")
         try:
             result = result_of(await self._connection(server).post(bound.path, bound.body), bound)

@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 
 from penstock.inference.config import ExternalConfig
-from penstock.inference.external import GENERATE, adapter_name, label_of, version_of_label
+from penstock.inference.external import BUSY, GENERATE, adapter_name, label_of, version_of_label
 from penstock.types import ConfigError, MismatchError, UnreachableError, WeightsError, WeightVersion
 
 ASK_S = 30.0
@@ -95,6 +95,8 @@ class VllmControl:
                 asked, "/v1/load_lora_adapter",
                 "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, and --enable-lora",
             )  # fmt: skip
+        if self._config.colocate:
+            self._check_sleep()
         found = self._send("GET", "/version", ASK_S)
         return str(_json(found).get("version", "unknown")) if found.status_code == 200 else "unknown"
 
@@ -132,6 +134,18 @@ class VllmControl:
             raise ConfigError(
                 f"{self._url} gives log-probabilities before temperature and truncation: start it with "
                 "--logprobs-mode processed_logprobs"
+            )
+
+    def _check_sleep(self) -> None:
+        """Its routes exist in any case; without its flag they say 200 and free nothing."""
+        path, remedy = "/server_info?config_format=json", "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+        asked = self._send("GET", path, self._change_s)  # it looks around on its machine for a while
+        self._refuse_absent(asked, path, remedy)
+        model = (_json(asked).get("vllm_config") or {}).get("model_config") or {}
+        if not model.get("enable_sleep_mode"):
+            raise ConfigError(
+                f"external.colocate is set, and {self._url} would sleep without giving memory back: start it with "
+                "--enable-sleep-mode, which vLLM has on GPUs alone"
             )
 
     def _check_route(self, path: str, remedy: str) -> None:
@@ -174,8 +188,37 @@ class VllmControl:
         """Goes on after `pause`."""
         self._ask("POST", "/resume", ASK_S)
 
+    def sleep(self) -> None:
+        """Its weights leave the card, and its cache is gone; requests wait. Returns when it is so.
+
+        Raises:
+            WeightsError: it refused, or does not sleep.
+            UnreachableError: it does not answer.
+        """
+        self._ask("POST", "/sleep?level=1&mode=keep", self._change_s)
+        self._check_sleeps(True)
+
+    def wake(self) -> None:
+        """It has the weights that it had before `sleep`, and computes.
+
+        Raises:
+            WeightsError: it refused, or sleeps on.
+            UnreachableError: it does not answer.
+        """
+        self._ask("POST", "/wake_up", self._change_s)
+        self._check_sleeps(False)
+
+    def _check_sleeps(self, asked: bool) -> None:
+        found = _json(self._ask("GET", "/is_sleeping", ASK_S)).get("is_sleeping")
+        if found is not asked:
+            raise WeightsError(
+                f"{self._url}/is_sleeping says {found}, and it was told to {'sleep' if asked else 'wake'}"
+            )
+
     def disown(self) -> None:
         """What it has is of no version that a client would take; it computes, whatever stopped it before."""
+        if self._config.colocate:
+            self._send("POST", "/wake_up", self._change_s)
         if self._config.weights == "directory":
             self._send("POST", "/update_weight_version", ASK_S, {"new_version": UNPROVEN})
             self._send("POST", "/resume", ASK_S)  # where there are no such routes, `check` says so
@@ -247,14 +290,19 @@ class VllmControl:
 
     # --- HTTP ----------------------------------------------------------------------------------------------------
 
-    def generate(self, body: bytes, timeout_s: float) -> bytes:
-        """The answer to one request for tokens.
+    def generate(self, body: bytes, timeout_s: float) -> bytes | None:
+        """The answer to one request for tokens; None where its queue is full, which is no fault.
 
         Raises:
             WeightsError: it refused.
             UnreachableError: it does not answer.
         """
-        return self._ask("POST", GENERATE, timeout_s, body).content
+        answer = self._send("POST", GENERATE, timeout_s, body)
+        if answer.status_code in BUSY:
+            return None
+        if answer.status_code != 200:
+            self._refuse(answer, GENERATE)
+        return answer.content
 
     def _ask(self, method: str, path: str, timeout_s: float, body: Mapping[str, Any] | bytes | None = None) -> Any:
         answer = self._send(method, path, timeout_s, body)

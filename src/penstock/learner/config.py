@@ -321,6 +321,17 @@ def refuse_idle_course(optimizer: OptimizerConfig) -> None:
         refuse_idle(optimizer, ("final_fraction",), "schedule is 'constant'", at="optimizer.")
 
 
+KEPT_SOFTMAX_BYTES = 2**28
+
+
+def keeps_softmax(remat: Remat, platform: Platform, tokens: int, vocabulary: int) -> bool:
+    """Whether the head's softmax is kept for the backward pass: with products, on CPUs, where it is not too large.
+
+    Chips multiply faster than they would write and read it.
+    """
+    return platform == "cpu" and remat in ("none", "products") and 4 * tokens * vocabulary <= KEPT_SOFTMAX_BYTES
+
+
 class LearnerConfig(FrozenConfig, frozen=True):
     """The learner.
 
@@ -349,7 +360,8 @@ class LearnerConfig(FrozenConfig, frozen=True):
         remat: What is kept of each layer for the backward pass, which computes the rest again. ``layer``: its input
             alone, which costs a CPU next to nothing, because memory that is not touched is not paged in either;
             ``offload``: that in the host's memory, where the chip has its own; ``products``: the results of its matrix
-            products; ``none``: everything. (``true`` and ``false`` of before are ``layer`` and ``products``.)
+            products, on CPUs the head's softmax, too; ``none``: everything. (``true`` and ``false`` of before are
+            ``layer`` and ``products``.)
         head_tile_tokens: Tokens whose scores over the vocabulary exist at the same time; None: 256 on a CPU, 1024 on a
             GPU or TPU.
         parity: How engines and learner are held to the same log-probabilities.

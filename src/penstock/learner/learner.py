@@ -118,7 +118,7 @@ class Learner:
         sources = _proximal_source(config), config.kl, config.critic
         self._accumulate = compiled.policy_accumulator(config.loss, options, frozen, *sources)
         self._value = compiled.value_scorer(options)
-        self._apply = applier(config.optimizer)
+        self._apply = applier(config.optimizer, options.platform, options.dtype)
         self._score = compiled.scorer(options)
 
     @property

@@ -393,6 +393,7 @@ def tiled_logprobs(
     inputs: HeadInputs,
     tile: int,
     entropy_gradient: bool = False,
+    keeps: bool = False,
 ) -> HeadOutputs:
     """Log-probabilities of labels, and entropies, differentiable in `hidden` and `matrix`.
 
@@ -405,6 +406,8 @@ def tiled_logprobs(
         inputs: Labels, temperatures and count.
         tile: Positions per tile; memory is tile · vocab · 4 bytes, a few times over.
         entropy_gradient: Whether a gradient flows through the entropies; else it is 0.
+        keeps: Whether the backward pass reads every tile's softmax, which takes k · vocab · 4 bytes until then, where
+            it would compute it again, a quarter of the products.
     """
     k = hidden.shape[0]
     padding = -k % min(tile, k)
@@ -413,7 +416,7 @@ def tiled_logprobs(
         jnp.pad(inputs.temperature, (0, padding), constant_values=1),
         inputs.count,
     )
-    how = _Tiles(min(tile, k), entropy_gradient)
+    how = _Tiles(min(tile, k), entropy_gradient, keeps and not entropy_gradient)
     outputs = cast(HeadOutputs, _tiled(how, jnp.pad(hidden, ((0, padding), (0, 0))), matrix, padded))
     return HeadOutputs(outputs.logprobs[:k], outputs.entropy[:k])
 
@@ -421,11 +424,12 @@ def tiled_logprobs(
 class _Tiles(NamedTuple):
     size: int
     entropy_gradient: bool
+    keeps: bool
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _tiled(how: _Tiles, hidden: Array, matrix: Array, inputs: HeadInputs) -> HeadOutputs:
-    return _forward(how, hidden, matrix, inputs)[0]
+    return _forward(how._replace(keeps=False), hidden, matrix, inputs)[0]
 
 
 def _scores(hidden: Array, matrix: Array, temperature: Array) -> Array:
@@ -433,12 +437,21 @@ def _scores(hidden: Array, matrix: Array, temperature: Array) -> Array:
     return product("nh,vh->nv", hidden, matrix) / temperature[:, None]
 
 
-def _forward(
-    how: _Tiles, hidden: Array, matrix: Array, inputs: HeadInputs
-) -> tuple[HeadOutputs, tuple[Array, Array, HeadInputs, Array, Array | None]]:
-    tile = how.size
+class _Saved(NamedTuple):
+    """For the backward pass; `softmax` float32 [k, vocab] is there where it is kept."""
 
-    def run(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    hidden: Array
+    matrix: Array
+    inputs: HeadInputs
+    log_totals: Array
+    entropies: Array | None
+    softmax: Array | None
+
+
+def _forward(how: _Tiles, hidden: Array, matrix: Array, inputs: HeadInputs) -> tuple[HeadOutputs, _Saved]:
+    tile, k = how.size, hidden.shape[0]
+
+    def run(index: Array, carry: tuple[Array, Array, Array, Array | None]) -> tuple[Array, Array, Array, Array | None]:
         part = partial(_slice, index=index, tile=tile)
         scores = _scores(part(hidden), matrix, part(inputs.temperature))
         highest = scores.max(axis=-1)
@@ -452,30 +465,33 @@ def _forward(
             _place(carry[0], label_score - log_total, start),
             _place(carry[1], entropy, start),
             _place(carry[2], log_total, start),
+            None if carry[3] is None else _place(carry[3], exponentials / total[:, None], start),
         )
 
-    zeros = jnp.zeros(hidden.shape[0], jnp.float32)
-    logprobs, entropy, log_totals = jax.lax.fori_loop(0, _tile_count(inputs.count, tile), run, (zeros, zeros, zeros))
-    kept = entropy if how.entropy_gradient else None
-    return HeadOutputs(logprobs, entropy), (hidden, matrix, inputs, log_totals, kept)
+    zeros = jnp.zeros(k, jnp.float32)
+    nothing = zeros, zeros, zeros, jnp.zeros((k, matrix.shape[0]), jnp.float32) if how.keeps else None
+    logprobs, entropy, log_totals, softmax = jax.lax.fori_loop(0, _tile_count(inputs.count, tile), run, nothing)
+    saved = _Saved(hidden, matrix, inputs, log_totals, entropy if how.entropy_gradient else None, softmax)
+    return HeadOutputs(logprobs, entropy), saved
 
 
-def _backward(
-    how: _Tiles, saved: tuple[Array, Array, HeadInputs, Array, Array | None], cotangent: HeadOutputs
-) -> tuple[Array, Array, None]:
+def _backward(how: _Tiles, saved: _Saved, cotangent: HeadOutputs) -> tuple[Array, Array, None]:
     tile = how.size
-    hidden, matrix, inputs, log_totals, entropies = saved
+    hidden, matrix, inputs, log_totals, entropies, softmax = saved
     tokens = jnp.arange(matrix.shape[0], dtype=jnp.int32)
 
     def run(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         part = partial(_slice, index=index, tile=tile)
         states, temperature = part(hidden), part(inputs.temperature)
-        logprobs = _scores(states, matrix, temperature) - part(log_totals)[:, None]
-        probabilities = jnp.exp(logprobs)
+        if softmax is None:
+            logprobs = _scores(states, matrix, temperature) - part(log_totals)[:, None]
+            probabilities = jnp.exp(logprobs)
+        else:
+            logprobs, probabilities = None, part(softmax)
         is_label = part(inputs.labels)[:, None] == tokens[None]
         outer = part(cotangent.logprobs) / temperature
         to_scores = (is_label.astype(jnp.float32) - probabilities) * outer[:, None]
-        if entropies is not None:
+        if entropies is not None and logprobs is not None:
             spread = part(cotangent.entropy) / temperature
             to_scores -= probabilities * (logprobs + part(entropies)[:, None]) * spread[:, None]
         gradient = to_scores.astype(hidden.dtype)

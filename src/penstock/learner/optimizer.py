@@ -29,7 +29,9 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Bool, Float32, PyTree
 
 from penstock.learner.config import STACKED, LearnerConfig, OptimizerConfig
+from penstock.model.arrays import are_shapes
 from penstock.model.language.config import ADAPTER, ModelConfig
+from penstock.model.programs import light_compilation
 from penstock.types import CheckpointError, ConfigError
 
 Tree = TypeVar("Tree")
@@ -213,7 +215,7 @@ def initial_state(config: OptimizerConfig, parameters: PyTree) -> OptimizerState
         )
     if config.offload:
         return _initial_in_host(config, trained)
-    if _are_shapes(trained):
+    if are_shapes(trained):
         return jax.eval_shape(partial(initial_state, config), parameters)
     as_float32 = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained)
     own = all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(trained))
@@ -221,16 +223,12 @@ def initial_state(config: OptimizerConfig, parameters: PyTree) -> OptimizerState
     return OptimizerState(moments, None if own else as_float32)
 
 
-def _are_shapes(tree: PyTree) -> bool:
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
-
-
 def _initial_in_host(config: OptimizerConfig, trained: PyTree) -> OptimizerState:
     """The same in the host's memory, but for the counter; of no array more than one is on the chip meanwhile."""
     placed = jax.tree.leaves(trained)[0].sharding  # None of shapes that are of no device
     on_chip = SingleDeviceSharding(jax.devices()[0]) if placed is None else placed
     in_host = on_chip.with_memory_kind(_HOST)
-    whole, shapes = config.model_copy(update={"offload": False, "frozen": ()}), _are_shapes(trained)
+    whole, shapes = config.model_copy(update={"offload": False, "frozen": ()}), are_shapes(trained)
     kinds = jax.eval_shape(partial(initial_state, whole), trained)
 
     def placed(kind: Any, value: Callable[[], Any]) -> Any:
@@ -254,12 +252,13 @@ def _check_patterns(key: str, patterns: Iterable[str], tree: PyTree, what: str) 
 
 
 @cache
-def applier(config: OptimizerConfig) -> Any:
-    """`apply_gradients`, compiled.
+def applier(config: OptimizerConfig, platform: str = "", dtype: str = "") -> Any:
+    """`apply_gradients`, compiled; for that platform and dtype of the model, where they are told.
 
     State and gradients are donated; parameters are not, because an engine may be reading them.
     """
-    return jax.jit(partial(apply_gradients, config), donate_argnums=(1, 2))
+    light = light_compilation(platform, dtype, newer_fusions=True)
+    return jax.jit(partial(apply_gradients, config), donate_argnums=(1, 2), compiler_options=light)
 
 
 def apply_gradients(

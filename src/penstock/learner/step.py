@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Int64, PyTree
 
 from penstock.batch import PackedBatch, Placement, RowShape, pack, place, shapes_for, stack, trainable_tokens, unpack
 from penstock.batch.examples import sample_spans_of, samples_of
-from penstock.learner.config import LossConfig
+from penstock.learner.config import LossConfig, keeps_softmax
 from penstock.learner.critic import ValueHead, ValueTargets, value_token_loss
 from penstock.learner.loss_terms import CriticConfig, KlConfig
 from penstock.learner.losses import (
@@ -466,7 +466,7 @@ def scorer(options: ForwardOptions) -> Any:
     def score(decoder: Decoder, batch: MicroBatch) -> Array:
         return head_outputs(decoder, batch, options).logprobs
 
-    return jax.jit(score)
+    return jax.jit(score, compiler_options=light_compilation(options.platform, options.dtype))
 
 
 @cache
@@ -504,7 +504,8 @@ def _of_states(
     decoder: Decoder, states: Array, batch: MicroBatch, options: ForwardOptions, entropy_gradient: bool
 ) -> HeadOutputs:
     inputs = HeadInputs(batch.labels, batch.temperature, batch.count)
-    return tiled_logprobs(states, decoder.output_matrix, inputs, options.head_tile_tokens, entropy_gradient)
+    keeps = keeps_softmax(options.remat, options.platform, batch.labels.size, decoder.config.vocab_size)
+    return tiled_logprobs(states, decoder.output_matrix, inputs, options.head_tile_tokens, entropy_gradient, keeps)
 
 
 def zeros(decoder: Decoder, frozen: Sequence[str] = (), critic: ValueHead | None = None) -> GradientSums:
@@ -574,8 +575,7 @@ def _inputs(loss: LossOptions, outputs: HeadOutputs, batch: MicroBatch, real: Ar
 
 def _sums(loss: Array, terms: TokenLoss, outputs: HeadOutputs, batch: MicroBatch, real: Array) -> LossSums:
     difference = outputs.logprobs - batch.behaviour_logprobs
-    kl = jnp.expm1(difference) - difference
-    stale = real & ~batch.same_version
+    kl, stale = jnp.expm1(difference) - difference, real & ~batch.same_version
     return LossSums(
         loss=loss,
         tokens=_count(real),

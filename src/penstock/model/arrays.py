@@ -37,6 +37,17 @@ def shapes_of(network: Network) -> Network:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), network)
 
 
+def structure_of(network: Any) -> tuple[object, ...]:
+    """Structure, shapes and dtypes: what compiled programs depend on."""
+    leaves, structure = jax.tree.flatten(network)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def are_shapes(network: Any) -> bool:
+    """Whether its arrays, or some of them, are shapes only."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(network))
+
+
 def with_named_leaves(network: Network, arrays: Mapping[str, Array | np.ndarray], what: str) -> Network:
     """A network of the same shape that holds these arrays instead.
 

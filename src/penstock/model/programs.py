@@ -61,13 +61,20 @@ class LazyPrograms:
     Args:
         programs: All that there are.
         on_done: Called with each that is compiled, or its error, in the thread that compiled it; must not raise.
+        begun: As of `compile_programs`.
     """
 
-    def __init__(self, programs: Programs, on_done: Callable[[CompiledProgram | BaseException], None]) -> None:
+    def __init__(
+        self,
+        programs: Programs,
+        on_done: Callable[[CompiledProgram | BaseException], None],
+        begun: "LazyPrograms | None" = None,
+    ) -> None:
         choose_cache()
-        self._tasks = {name: _Task(compile_it) for name, compile_it in programs.items()}
+        shared = {} if begun is None else begun.tasks_of(programs)
+        self._tasks = {name: _Task(compile_it) for name, compile_it in programs.items()} | shared
         self._on_done = on_done
-        self._asked: set[str] = set()
+        self._asked: set[str] = set(shared)
         self._done = count(1)
         for name, task in self._tasks.items():
             task.future.add_done_callback(partial(self._tell, name))
@@ -98,7 +105,7 @@ class LazyPrograms:
         _submit([self._tasks[name] for name in chosen], urgent)
 
     def tasks_of(self, names: Iterable[str]) -> "dict[str, _Task]":
-        """Those that there are."""
+        """Those of them that there are."""
         return {name: self._tasks[name] for name in names if name in self._tasks}
 
     def drop(self) -> None:
@@ -150,14 +157,21 @@ def _compile_next() -> None:
     _queue.get()[-1].run()
 
 
-def light_compilation(platform: str, dtype: str) -> dict[str, bool | int] | None:
-    """Options of `jax.jit` with which XLA takes half as long for a large float32 program on CPUs; None elsewhere.
+def light_compilation(platform: str, dtype: str, newer_fusions: bool = False) -> dict[str, bool | int] | None:
+    """Options of `jax.jit` with which XLA takes up to half as long for a float32 program on CPUs; None elsewhere.
 
-    What it leaves out, fusions of its newer kind and LLVM's later passes, wins nothing there (one update of 6 and of
-    135 million parameters takes 0.96 to 1.04 times as long), but a fifth of a bfloat16 update.
+    What they leave out, LLVM's later passes and fusions of XLA's newer kind, wins nothing there (one update of 6 and of
+    135 million parameters takes 0.96 to 1.04 times as long, a decode step 1.00), but a fifth of a bfloat16 update.
+
+    Args:
+        platform: As JAX names it.
+        dtype: Of the model.
+        newer_fusions: Keeps these: they take longer to compile in a model's scan over its layers, and less elsewhere.
     """
-    light = platform == "cpu" and dtype == "float32"
-    return {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False} if light else None
+    if platform != "cpu" or dtype != "float32":
+        return None
+    level = {"xla_backend_optimization_level": 1}
+    return level if newer_fusions else {**level, "xla_cpu_use_fusion_emitters": False}
 
 
 @cache

@@ -319,6 +319,8 @@ class RunConfig(BaseModel):
         words += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
         words += ["--dtype", self.model.dtype, "--max-model-len", str(inference.max_seq_len)]
         words += ["--max-num-seqs", str(inference.max_slots)]
+        if external.colocate:
+            words.append("--enable-sleep-mode")
         if external.weights == "lora" and adapter is not None:
             words += ["--enable-lora", "--max-loras", str(self.adapters_kept), "--max-lora-rank", str(adapter.rank)]
         return words

@@ -50,7 +50,7 @@ from pathlib import Path
 
 from penstock.batch.packing import RowShape
 from penstock.inference.config import EngineConfig
-from penstock.learner.config import STACKED, LearnerConfig, OptimizerConfig
+from penstock.learner.config import STACKED, LearnerConfig, OptimizerConfig, keeps_softmax
 from penstock.model.language.attention_choice import AttentionKernel, Remat, attention_kernel
 from penstock.model.language.config import ADAPTER, ModelConfig, PolicyConfig, read_shape
 from penstock.types import CheckpointError, ConfigError
@@ -257,7 +257,9 @@ def _temporaries_of(shape: RowShape, model: ModelConfig, learner: LearnerConfig,
         "copies": 4 * count + head if upcast and not apart else 0,
     }
     tile = 12 * model.vocab_size * min(learner.head_tile(platform), rows * length)
-    scoring = head + tile + _kept_bytes(model, rows * length, learner.remat)
+    kept = keeps_softmax(learner.remat, platform, rows * length, model.vocab_size)
+    softmax = 4 * model.vocab_size * rows * length if kept else 0
+    scoring = head + tile + softmax + _kept_bytes(model, rows * length, learner.remat)
     return layers | {"vocabulary": max(0, scoring - sum(layers.values()))}
 
 

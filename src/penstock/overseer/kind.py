@@ -86,7 +86,7 @@ class RunStart:
         policy: As initialised, as loaded, or the checkpoint's.
         codec: The tokenizer of a language policy; a control policy knows its spaces itself.
         checkpoint: Where it resumes from; None for a new run.
-        begun: Programs of its learner that are being compiled already.
+        begun: Programs of its learner, and of an engine in its process, that are being compiled already.
     """
 
     policy: Any

@@ -104,7 +104,7 @@ def _why_it_waits(idle: Mapping[str, float], gauges: Mapping[str, float], local:
     return "admission", f"generation has not enough to do: {remedy}"
 
 
-MEANS = frozenset({"inference/kv_used"})
+MEANS = frozenset({"inference/kv_used", "inference/proven_bytewise"})
 LARGEST = ("_s", "/lag", "_lag", "mib_per_s")
 """Names with these endings are times and the like: the slowest component's counts."""
 LAG = "weights/lag"

@@ -278,12 +278,15 @@ class Progress:
             self.history.setdefault(TRUNCATED, Series()).add(share)
 
     def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the scores of an evaluation of version `step` from ``eval/<lesson>/…`` metrics, if there are some."""
+        """Takes the scores of an evaluation of version `step`, if there are some.
+
+        They are ``eval/<lesson>/…`` metrics, or ``eval_report/<lesson>/…`` of problems that are kept for reports.
+        """
         ending = f"/{self.wording.held_out}"
         found = {
-            name.removeprefix("eval/").removesuffix(ending): value
+            name.partition("/")[2].removesuffix(ending): value
             for name, value in metrics.items()
-            if name.startswith("eval/") and name.endswith(ending)
+            if name.startswith(("eval/", "eval_report/")) and name.endswith(ending)
         }
         for lesson_id, value in found.items():
             self.held_out.setdefault(lesson_id, []).append((step, value))

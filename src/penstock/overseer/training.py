@@ -237,7 +237,7 @@ def open_run(
     """
     local = config.runtime == "local"
     fresh = kind.begin(config) if local and not resume else None
-    token = "" if local else _checked(kind, config)
+    token = secrets.token_hex(32) if local else _checked(kind, config)  # of a server that a local run launches
     directory = _existing_run(run_dir) if resume else create_run(config, run_dir, recipe)
     with directory.locked():
         damages = DamageList()

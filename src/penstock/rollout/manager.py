@@ -150,7 +150,8 @@ class RolloutManager:
             decoder = load_policy(source, seed, codec)
         else:
             decoder = initial_model
-        engine = InferenceEngine(decoder, WeightVersion(0, weight_step), codec, inference, forgets=True)
+        engine = InferenceEngine(decoder, WeightVersion(0, weight_step), codec, inference)
+        engine.forgets = True
         shape = shapes_of(decoder)
         manager = cls(
             Curriculum(curriculum),
@@ -380,6 +381,7 @@ class RolloutManager:
         if n_examples and not batch.groups:
             raise EnvironmentFailure(f"the environment of lesson {lesson_id!r} gave no group for {n_examples} prompts")
         stats = RolloutBatchStats.of(lesson_id, batch, lesson.success_threshold, metrics)
+        stats = replace(stats, reports=mode == "report")
         if eval_type == "eval":
             for event in self.curriculum.update_evaluation(stats, weight_step):
                 self._on_curriculum_event(event)

@@ -2,66 +2,48 @@
 
 A resume goes back to a checkpoint and writes its updates anew: of one metric a later row supersedes all earlier ones of
 its own step and beyond. A curve is handed out as minimum, mean and maximum over blocks of 2^k steps, so that no picture
-has more than a few thousand points, and no peak is lost. Rows are read by blocks of bytes: memory follows the numbers,
-not the file.
+has more than a few thousand points, and no peak is lost. Rows are read by blocks of bytes and kept as they stand in
+the file, four bytes a number; what superseded what is looked at when a curve is asked for.
 """
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from penstock.rundir.views import read_metric_block
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 2 << 20
 """So much of the file is read at once; a longer line is read whole."""
-_FIRST = 64
+_ROWS = 1024
+"""Rows that were read by looks of fewer are joined until they are so many."""
 
 
 @dataclass(slots=True)
-class Curve:
-    """One metric: steps that increase, and a number for each; 12 bytes a row, with room for a quarter more.
+class _Rows:
+    """Some rows of the file in their order: one number of each metric for each of them.
 
     Attributes:
-        start: Unix seconds from which `times` count.
-        steps: int32, with room behind `count`.
-        values: float32, whose seven digits are what is shown.
-        times: Seconds after `start`, float32.
-        count: How many there are.
+        steps: int32.
+        times: Unix seconds, float64.
+        values: float32 by metric, whose seven digits are what is shown; NaN where a row does not have it.
     """
 
-    start: float
-    steps: np.ndarray = field(default_factory=lambda: np.empty(_FIRST, np.int32))
-    values: np.ndarray = field(default_factory=lambda: np.empty(_FIRST, np.float32))
-    times: np.ndarray = field(default_factory=lambda: np.empty(_FIRST, np.float32))
-    count: int = 0
+    steps: np.ndarray
+    times: np.ndarray
+    values: dict[str, np.ndarray]
 
-    def extend(self, steps: np.ndarray, values: np.ndarray, times: np.ndarray) -> None:
-        """Adds rows in the order of the file; what they supersede goes."""
-        later = np.minimum.accumulate(steps[::-1])[::-1]
-        kept = np.append(steps[:-1] < later[1:], True)
-        steps, values, times = steps[kept], values[kept], times[kept] - self.start
-        self.count = int(np.searchsorted(self.steps[: self.count], steps[0]))
-        stop = self.count + len(steps)
-        if stop > len(self.steps):
-            for name in ("steps", "values", "times"):
-                setattr(self, name, np.resize(getattr(self, name), max(stop, 5 * self.count // 4)))
-        for array, new in ((self.steps, steps), (self.values, values), (self.times, times)):
-            array[self.count : stop] = new
-        self.count = stop
-
-    def between(self, first: int | None, last: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Steps, values and times from one step to another, both included."""
-        steps = self.steps[: self.count]
-        start = 0 if first is None else int(np.searchsorted(steps, first))
-        stop = self.count if last is None else int(np.searchsorted(steps, last, "right"))
-        return (
-            steps[start:stop].astype(np.int64),
-            self.values[start:stop].astype(np.float64),
-            self.times[start:stop].astype(np.float64) + self.start,
-        )
+    def joined(self, later: "_Rows") -> "_Rows":
+        """These rows and later ones."""
+        none = [np.full(len(rows.steps), np.nan, np.float32) for rows in (self, later)]
+        values = {
+            name: np.concatenate([self.values.get(name, none[0]), later.values.get(name, none[1])])
+            for name in self.values | later.values
+        }
+        return _Rows(np.concatenate([self.steps, later.steps]), np.concatenate([self.times, later.times]), values)
 
 
 class Curves:
@@ -74,7 +56,7 @@ class Curves:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._series: dict[str, Curve] = {}
+        self._rows: list[_Rows] = []
         self._offset = 0
 
     def read_on(self) -> bool:
@@ -88,15 +70,15 @@ class Curves:
         size = self._path.stat().st_size if self._path.is_file() else 0
         if size < self._offset:
             with self._lock:
-                self._series, self._offset = {}, 0
+                self._rows, self._offset = [], 0
         table, offset = read_metric_block(self._path, self._offset, BLOCK_BYTES)
         if offset == self._offset:
             return False
-        columns = {name: table.column(name).to_numpy() for name in table.column_names}
-        steps, times = columns.pop("step"), columns.pop("time")
+        rows = _rows(table)
         with self._lock:
-            for name, values in columns.items():
-                self._extend(name, steps, values, times)
+            if self._rows and len(self._rows[-1].steps) < _ROWS:
+                rows = self._rows.pop().joined(rows)
+            self._rows.append(rows)
             self._offset = offset
         return True
 
@@ -104,18 +86,28 @@ class Curves:
     def names(self) -> list[str]:
         """Of the metrics, in alphabetical order."""
         with self._lock:
-            return sorted(self._series)
+            return sorted({name for rows in self._rows for name in rows.values})
 
     def last(self, name: str) -> float | None:
         """The newest number of a metric; None where there is none."""
         with self._lock:
-            series = self._series.get(name)
-            return float(series.values[series.count - 1]) if series and series.count else None
+            values = next((rows.values[name] for rows in reversed(self._rows) if name in rows.values), None)
+        return None if values is None else float(values[np.isfinite(values)][-1])
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Steps, values and times of a metric; empty where there is none."""
         with self._lock:
-            return self._series.get(name, Curve(0.0)).between(None, None)
+            parts = [(rows.steps, rows.values[name], rows.times) for rows in self._rows if name in rows.values]
+        if not parts:
+            return np.empty(0, np.int64), np.empty(0), np.empty(0)
+        steps, values, times = map(np.concatenate, zip(*parts, strict=True))
+        known = np.isfinite(values)
+        if not known.all():
+            steps, values, times = steps[known], values[known], times[known]
+        kept = np.append(steps[:-1] < np.minimum.accumulate(steps[::-1])[::-1][1:], True)
+        if not kept.all():
+            steps, values, times = steps[kept], values[kept], times[kept]
+        return steps.astype(np.int64), values.astype(np.float64), times
 
     def picture(self, name: str, points: int, first: int | None = None, last: int | None = None) -> dict[str, Any]:
         """A metric from one step to another in at most so many blocks.
@@ -124,17 +116,25 @@ class Curves:
             ``step`` and ``time`` of each block's last row, its ``mean``, and ``low`` and ``high`` where a block has
             several rows; ``block`` is the number of steps in one.
         """
-        with self._lock:
-            steps, values, times = self._series.get(name, Curve(0.0)).between(first, last)
-            return _blocks(steps, values, times, points)
+        steps, values, times = self.series(name)
+        start = 0 if first is None else int(np.searchsorted(steps, first))
+        stop = len(steps) if last is None else int(np.searchsorted(steps, last, "right"))
+        return _blocks(steps[start:stop], values[start:stop], times[start:stop], points)
 
-    def _extend(self, name: str, steps: np.ndarray, values: np.ndarray, times: np.ndarray) -> None:
-        if values.dtype == object or not np.issubdtype(values.dtype, np.number):
-            return  # a text or a mixture: no curve
-        known = np.isfinite(values) & ~np.isnan(np.asarray(steps, np.float64))
-        if known.any():
-            series = self._series.setdefault(name, Curve(float(times[known][0])))
-            series.extend(steps[known].astype(np.int64), values[known].astype(np.float32), times[known])
+
+def _rows(table: pa.Table) -> _Rows:
+    """A metric that is a text, or a mixture, makes no curve."""
+    columns = {name: table.column(name).to_numpy() for name in table.column_names}
+    steps, times = columns.pop("step").astype(np.float64), columns.pop("time").astype(np.float64)
+    known = ~np.isnan(steps)
+    values: dict[str, np.ndarray] = {}
+    for name, column in columns.items():
+        if np.issubdtype(column.dtype, np.number):
+            with np.errstate(over="ignore"):
+                numbers = column[known].astype(np.float32)
+            if np.isfinite(numbers).any():
+                values[name] = numbers
+    return _Rows(steps[known].astype(np.int32), times[known], values)
 
 
 def _blocks(steps: np.ndarray, values: np.ndarray, times: np.ndarray, points: int) -> dict[str, Any]:

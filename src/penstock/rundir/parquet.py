@@ -227,7 +227,7 @@ METADATA_COLUMNS: list[pa.Field] = sorted(
 
 _ADDED: dict[str, Any] = {
     field.name: field.default for field in fields(RolloutMetadata) if field.name not in (*_FIRST, "schema_version")
-} | {"sample_starts": ONE_SAMPLE}
+} | {"sample_starts": ONE_SAMPLE, "rewards_by_function": ()}
 
 
 def metadata_values(members: Sequence[Experience], kind: str) -> dict[str, list[Any]]:

@@ -13,7 +13,7 @@ their environment where two have an example of that id.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,8 @@ def records_from_batch(batch: pa.RecordBatch, name: str) -> Iterator[RolloutReco
         raise InvalidRolloutError(f"{name} holds no rollouts: {error}") from error
     groups = values_from_column(batch.column("group_id"))
     keys = values_from_column(batch.column("group_key"))
-    for row, (group_id, key, timings, *values) in enumerate(zip(groups, keys, _timings(batch), *fields, strict=True)):
+    timed = map(dict, _pairs(batch.column("timings")))
+    for row, (group_id, key, timings, *values) in enumerate(zip(groups, keys, timed, *fields, strict=True)):
         rollout = _trusted(values) if sound else _checked(values, f"{name}, row {row}")
         yield RolloutRecord(rollout, group_id, timings, key)
 
@@ -106,6 +107,7 @@ def _rollout_fields(batch: pa.RecordBatch) -> list[list[Any]]:
         "turns": _turns(batch),
         "decoding": _decodings(batch),
         "sample_starts": _sample_starts(batch),
+        "rewards_by_function": _pairs(batch.column("rewards_by_function")),
     }
     by_name = {**plain, **arrays, **made}
     return [by_name[field] for field in Rollout.__match_args__]
@@ -198,10 +200,9 @@ def _decodings(batch: pa.RecordBatch) -> list[Decoding]:
     return [known[row] if row in known else known.setdefault(row, Decoding(*row)) for row in zip(*fields, strict=True)]
 
 
-def _timings(batch: pa.RecordBatch) -> list[dict[str, float]]:
-    maps = batch.column("timings")
+def _pairs(maps: pa.MapArray) -> list[tuple[tuple[str, float | None], ...]]:
     pairs = list(zip(values_from_column(maps.keys), values_from_column(maps.items), strict=True))
-    return list(map(dict, slices(pairs, maps.offsets)))
+    return list(map(tuple, slices(pairs, maps.offsets)))
 
 
 BATCH_METADATA_KEY = b"penstock.batch_metadata"
@@ -254,6 +255,7 @@ def upgraded(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
         "turns": [[]] * rows,
         "decoding": [asdict(Decoding())] * rows,
         "timings": [[]] * rows,
+        "rewards_by_function": [[]] * rows,
     }
     present = set(table.column_names) - {"env_example_id"}
     columns = [
@@ -308,6 +310,7 @@ ROLLOUT_SCHEMA = versioned(
         pa.field("turns", pa.list_(_TURN), nullable=False),
         pa.field("decoding", _DECODING, nullable=False),
         pa.field("timings", pa.map_(pa.string(), pa.float64()), nullable=False),
+        pa.field("rewards_by_function", pa.map_(pa.string(), pa.float64()), nullable=False),
     ]
 )
 
@@ -357,7 +360,8 @@ def table_from_records(records: Sequence[RolloutRecord]) -> pa.Table:
         "sample_starts": [rollout.sample_starts for rollout in rollouts],
         "turns": _turns_column(rollouts),
         "decoding": shared_column([rollout.decoding for rollout in rollouts], _decoding_column),
-        "timings": _timings_column(records),
+        "timings": _map_column([record.timings.items() for record in records]),
+        "rewards_by_function": _map_column([rollout.rewards_by_function for rollout in rollouts]),
         **lists,
     }
     columns = [
@@ -426,8 +430,8 @@ def _decoding_column(decodings: Sequence[Decoding]) -> pa.Array:
     return pa.StructArray.from_arrays(columns, fields=list(_DECODING))
 
 
-def _timings_column(records: Sequence[RolloutRecord]) -> pa.Array:
-    timings = [record.timings for record in records]
-    stages = pa.array(flattened(timings), pa.string())
-    seconds = pa.array(flattened(timing.values() for timing in timings), pa.float64())
-    return pa.MapArray.from_arrays(offsets_of(list(map(len, timings))), stages, seconds)
+def _map_column(rows: Sequence[Collection[tuple[str, float | None]]]) -> pa.Array:
+    pairs = flattened(rows)
+    keys = pa.array([key for key, _ in pairs], pa.string())
+    values = pa.array([value for _, value in pairs], pa.float64())
+    return pa.MapArray.from_arrays(offsets_of(list(map(len, rows))), keys, values)

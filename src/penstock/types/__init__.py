@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from penstock.types.fragments import FRAGMENT_SCHEMA_VERSION, SampleFragment
     from penstock.types.generation import (
         SAMPLING_FIELDS,
+        Alternatives,
         Completion,
         Decoding,
         FinishReason,
         GenerationCall,
+        PromptScores,
         WeightVersion,
     )
     from penstock.types.idle_keys import IdleKeyError, refuse_idle
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "AgentContext": "protocols",
     "AgentSession": "protocols",
+    "Alternatives": "generation",
     "AnyRollout": "packed",
     "BatchSource": "protocols",
     "Caller": "calls",
@@ -111,6 +114,7 @@ _EXPORTS = {
     "PackedRollout": "packed",
     "PenstockError": "errors",
     "ProblemSet": "training",
+    "PromptScores": "generation",
     "RLExample": "training",
     "RLLossModule": "protocols",
     "RetryingCaller": "calls",
@@ -151,15 +155,16 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "AgentContext", "AgentSession",
+    "AgentContext", "AgentSession", "Alternatives",
     "AnyRollout", "BatchSource", "Caller", "CheckpointError", "Checkpointable", "Clock", "CompiledProgram",
     "Completion", "ConfigError", "CurriculumRecord", "Decoding", "DuplicateGroupError", "EnvironmentFailure",
     "EnvironmentSpec", "Experience", "FRAGMENT_SCHEMA_VERSION", "Fate", "FinishReason", "FragmentExample",
     "GenerationCall", "IdleKeyError", "InferenceContext", "InvalidRolloutError", "LeafKind", "LeafSpace",
     "LessonChooser", "ManyInferenceContext", "Message", "MismatchError", "Mode", "NoProgressError", "NonFiniteError",
     "PackedRollout",
-    "PenstockError", "ProblemSet", "RLExample", "RLLossModule", "RetryingCaller", "Role", "Rollout", "RolloutBatch",
-    "RolloutBatchStats", "RolloutGroup", "RolloutMetadata", "RolloutRecord", "RolloutSink", "RunDirectoryError",
+    "PenstockError", "ProblemSet", "PromptScores", "RLExample", "RLLossModule", "RetryingCaller", "Role", "Rollout",
+    "RolloutBatch", "RolloutBatchStats", "RolloutGroup", "RolloutMetadata", "RolloutRecord", "RolloutSink",
+    "RunDirectoryError",
     "RunFailed", "SAMPLING_FIELDS", "SCHEMA_VERSION", "SampleFragment", "SchemaVersionError", "Spaces", "Stopped",
     "SupersededError", "SupersededVersionError", "TextCodec", "Ticket", "TicketSource", "TrainingBatch",
     "TrainingExample", "TransferError", "Turn", "UnreachableError", "WeightSink", "WeightSource", "WeightVersion",

@@ -151,6 +151,38 @@ class GenerationCall:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Alternatives:
+    """The most probable tokens at each of r positions, the most probable first.
+
+    Attributes:
+        tokens: int32 [r, k].
+        logprobs: float32 [r, k], under the distribution of the log-probabilities that they stand beside.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptScores:
+    """What a policy makes of p given tokens, each after those before it; nothing is said of the first.
+
+    Attributes:
+        tokens: int32 [p].
+        logprobs: float32 [p − 1], under softmax(logits / temperature), or softmax(logits) where that is 0.
+        ranks: int32 [p − 1]; the most probable token has rank 1.
+        alternatives: Of the same positions; None where none were asked for.
+        version: The weights, of which there is one for all tokens.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    alternatives: Alternatives | None
+    version: WeightVersion
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     """One sampled response. Produced by the inference engine; p prompt and r response tokens.
 
@@ -166,6 +198,7 @@ class Completion:
         finish_reason: Why it ended.
         engine: Name and incarnation of the engine that sampled it, such as ``inference-0#2``; empty where it has none.
         finished_s: When it was finished, in seconds of this process's monotonic clock; None where nobody said.
+        alternatives: Of the response's positions, before truncation too; None where none were asked for.
     """
 
     prompt_tokens: np.ndarray
@@ -178,3 +211,10 @@ class Completion:
     finish_reason: FinishReason
     engine: str = ""
     finished_s: float | None = None
+    alternatives: Alternatives | None = None
+
+    @classmethod
+    def empty(cls, prompt: np.ndarray, version: WeightVersion) -> "Completion":
+        """No token after that prompt, where none was asked for; of the version that serves."""
+        nothing, none = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        return cls(prompt, nothing, none, nothing, version.step, version.lineage, "", "length")

@@ -53,7 +53,7 @@ class PackedRollout:
 
     __slots__ = (
         "_block", "_name", "_prompt_length", "_shared", "_timestamp", "_weight_step", "episode_reward",
-        "finish_reason", "oldest_weight_step", "sample_starts", "turns",
+        "finish_reason", "oldest_weight_step", "rewards_by_function", "sample_starts", "turns",
     )  # fmt: skip
 
     episode_reward: float
@@ -61,6 +61,7 @@ class PackedRollout:
     finish_reason: FinishReason
     turns: tuple[Turn, ...]
     sample_starts: tuple[int, ...]
+    rewards_by_function: tuple[tuple[str, float | None], ...]
 
     def __init__(self, rollout: Rollout, neighbour: "PackedRollout | None" = None) -> None:
         shared = _shared(rollout)
@@ -75,6 +76,7 @@ class PackedRollout:
         self.finish_reason = rollout.finish_reason
         self.turns = rollout.turns
         self.sample_starts = rollout.sample_starts
+        self.rewards_by_function = rollout.rewards_by_function
 
     @property
     def rollout_id(self) -> str:
@@ -192,6 +194,7 @@ class PackedRollout:
             decoding=self.decoding,
             finish_reason=self.finish_reason,
             sample_starts=self.sample_starts,
+            rewards_by_function=self.rewards_by_function,
         )
 
     def __repr__(self) -> str:

@@ -184,6 +184,8 @@ class Rollout:
         decoding: How it was sampled.
         finish_reason: Why the last response ended.
         sample_starts: Where each sample begins, counted from the start of prompt + response; the first begins at 0.
+        rewards_by_function: What each of the environment's reward functions gave, by its name, before weights; None
+            where it does not apply. Empty where the environment has none.
 
     Raises:
         InvalidRolloutError: naming the field that has a wrong dtype, length or value.
@@ -206,6 +208,7 @@ class Rollout:
     decoding: Decoding = field(default_factory=Decoding)
     finish_reason: FinishReason = "stop"
     sample_starts: tuple[int, ...] = ONE_SAMPLE
+    rewards_by_function: tuple[tuple[str, float | None], ...] = ()
 
     def __post_init__(self) -> None:
         if self.response_mask is None:  # pyright: ignore[reportUnnecessaryComparison]
@@ -442,7 +445,7 @@ _COLUMNS = ("rollout_id", "group_id", "lesson_id", "env_name", "env_example_id",
 _STAMPED = ("worker_id", "timestamp", "weight_step", "lineage")
 _OF_ROLLOUTS = (
     "finish_reason", "oldest_weight_step", "prompt_tokens", "response_tokens", "response_logprobs", "token_rewards",
-    "response_mask", "response_weight_steps", "sample_starts",
+    "response_mask", "response_weight_steps", "sample_starts", "rewards_by_function",
 )  # fmt: skip
 _OF_FRAGMENTS = ("rewards", "terminated", "truncated", "faults", "logprobs", "values", "weight_steps", "episodes")
 
@@ -475,6 +478,7 @@ class RolloutBatchStats:
         prompts: For each of them the key of its problem: answers to one problem are no independent draws.
         metrics: The environment's own metrics.
         failure: Why there are no rollouts; empty where there are some.
+        reports: Whether the problems were those that are kept apart for reports, from which nothing is decided.
     """
 
     lesson_id: str
@@ -489,6 +493,7 @@ class RolloutBatchStats:
     prompts: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     failure: str = ""
+    reports: bool = False
 
     @classmethod
     def failed(cls, lesson_id: str, reason: str) -> Self:

@@ -10,9 +10,11 @@ from rich.console import Console
 import penstock
 from penstock.model.language.config import ModelConfig
 from penstock.model.language.lora import LoraConfig
+from penstock.overseer.estimate import moving_bytes
 from penstock.overseer.fitting.chips import Chip
 from penstock.overseer.fitting.compiling import CompiledPart, Temporary
 from penstock.overseer.fitting.report import (
+    VLLM_OTHER_BYTES,
     FitReport,
     Phase,
     Remedy,
@@ -22,6 +24,8 @@ from penstock.overseer.fitting.report import (
     layer_matrices,
     memory_parts,
     phases_of,
+    sharing_words,
+    vllm_parts,
 )
 
 MODEL = ModelConfig(
@@ -96,6 +100,53 @@ def test_a_prefill_that_leads_brings_what_it_prefilled(shapes):
     parts = memory_parts(config(), shapes, programs)
     assert parts["temporaries of the engine (prefill, 1 × 62 prompt tokens)"] == 900
     assert parts["prefilled keys and values"] == 30
+
+
+def through_vllm(**external):
+    launch = ["vllm", "serve", "{model}"]
+    return ["inference.engine=vllm", "inference.windows=null",
+            f"inference.external={json.dumps({'launch': launch} | external)}"]  # fmt: skip
+
+
+def test_a_vllm_server_s_share_follows_from_the_shapes():
+    """2 slots of 64 tokens; 100 tokens of 16 numbers, tied: whole, with an output matrix of its own."""
+    head, entry = 100 * 16, 2 * 3 * 2 * 4  # keys and values of three layers, two heads of four
+    per_token = 3 * 48 + 4 * 16 + 16 + 2 * 8
+    assert vllm_parts(config(*through_vllm()), MODEL) == {
+        "vLLM: parameters": 4 * (MODEL.parameter_count + head),
+        "vLLM: KV cache": 2 * 64 * entry * 4,
+        "vLLM: activations": 2 * 64 * per_token * 4 + 3 * 4 * 2 * 100,
+    }
+    adapted = MODEL.with_lora(LoraConfig(rank=2), "model.lora")
+    lora = ["model.init=null", "model.path=.", "model.lora={rank: 2}", "replay.staleness_budget=1"]
+    parts = vllm_parts(config(*through_vllm(weights="lora"), *lora), adapted)
+    assert parts["vLLM: parameters"] == 4 * MODEL.parameter_count + 3 * moving_bytes(adapted)
+
+
+def test_learner_and_vllm_are_added_unless_they_take_turns(shapes):
+    programs = PROGRAMS[:3]
+    server = vllm_parts(config(*through_vllm()), MODEL)
+    learner = {
+        "parameters of the learner": 300, "optimiser state": 2400, "accumulated gradient": 1200,
+        "temporaries of the learner (gradient)": 507, "vLLM: CUDA, its graphs (assumed)": VLLM_OTHER_BYTES,
+    }  # fmt: skip
+    assert memory_parts(config(*through_vllm()), shapes, programs) == learner | server
+    assert memory_parts(config(*through_vllm(), "async=false"), shapes, programs) == learner | server
+    parts = memory_parts(config(*through_vllm(colocate=True)), shapes, programs)
+    assert parts.keys() >= server.keys() and "accumulated gradient" not in parts  # the server is the larger of the two
+
+
+def test_what_each_is_to_be_given_of_a_card_is_said(shapes):
+    needed = sum(vllm_parts(config(*through_vllm()), MODEL).values()) + VLLM_OTHER_BYTES
+    card = Chip("a card", "cuda", round(0.92 * 9.5 * needed), 1.0, {"float32": 1.0})
+    words = sharing_words(config(*through_vllm()), MODEL, card)
+    assert (
+        "--gpu-memory-utilization 0.11. Start Penstock with XLA_PYTHON_CLIENT_MEM_FRACTION=0.81" in words
+    )  # rounded up
+    assert "ALLOCATOR=platform" in sharing_words(config(*through_vllm(colocate=True)), MODEL, card)
+    given = through_vllm(launch=["vllm", "serve", "{model}", "--gpu-memory-utilization", "0.4"])
+    assert "; external.launch gives it 0.4." in sharing_words(config(*given), MODEL, card)
+    assert "One card: much" in printed(report(sharing="One card: much"))
 
 
 def test_a_phase_takes_the_longer_of_products_and_traffic():

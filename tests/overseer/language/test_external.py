@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.chaos.invariants import books, violations
 
 from penstock.inference import EngineConfig, RemoteContext, ServerPool
 from penstock.inference.external import VllmDialect
@@ -16,13 +17,14 @@ from penstock.model.language.lora import LoraConfig
 from penstock.overseer.component import Settings
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.language.external import ExternalEngine
-from penstock.overseer.language.external_inference import ExternalInference
 from penstock.overseer.language.generation import generate
+from penstock.overseer.language.inference import ExternalInference
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.language.rollout import servers_of
 from penstock.overseer.supervisor.messages import Identity, Membership, Peer
 from penstock.overseer.training import train
-from penstock.rundir import RunDirectory
+from penstock.replay import RolloutStore
+from penstock.rundir import RunDirectory, read_events, read_metrics, read_status
 from penstock.text import Tokenizer
 from penstock.types import ConfigError, Decoding, RunFailed, WeightVersion
 from penstock.weights import open_broadcaster
@@ -198,6 +200,16 @@ def test_a_hung_server_is_named(engine_of, fake, policy, monkeypatch):
     assert engine.server is None
 
 
+def test_a_full_queue_is_no_fault(engine_of, fake, policy, monkeypatch):
+    monkeypatch.setattr("penstock.overseer.language.external.WATCH_S", 0.0)
+    engine = engine_of("overseer.max_restarts=0", urls=[fake.server.url])
+    engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
+    fake.full = True
+    engine.watch()
+    assert failures(engine) == [] and engine.server.version == WeightVersion(0, 0)
+    assert sampled(engine, WeightVersion(0, 0), policy[1]) == []  # and a canary without an answer is counted
+
+
 def test_a_server_that_computes_with_another_output_matrix_than_it_loads_is_refused(engine_of, fake, policy):
     engine = engine_of(urls=[fake.server.url])
     fake.old_head = True
@@ -336,6 +348,34 @@ def test_a_component_tells_its_server_once_the_version_is_proven(fake, policy, t
         broadcaster.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["directory", "lora"])
+def test_a_server_killed_in_a_request_is_started_anew_and_the_run_keeps_its_books(tmp_path, monkeypatch, lora, weights):
+    """Killed by itself, with requests that it has begun to answer and others that wait for it."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("FAKE_VLLM", json.dumps({"dies_at": 30, "died": str(tmp_path / "died")}))
+    config = configured(
+        "steps=6", "replay.groups_per_batch=2", "curriculum.eval_n_examples=2", "learner.row_length=64",
+        "learner.micro_batch_rows=2", "curriculum.lessons.cats.sampling_params.n_generations_per_prompt=4",
+        "replay.staleness_budget=1", *(lora if weights == "lora" else []),
+        urls=[], launch=[sys.executable, "-m", "tests.fakes.vllm_server", "serve", "{model}"], weights=weights,
+    )  # fmt: skip
+    run = tmp_path / "run"
+    train(config, run_dir=run, quiet=True)
+    events = list(read_events(run / "events.jsonl"))
+    assert (tmp_path / "died").exists()
+    assert len([event for event in events if event["event"] == "external_engine"]) == 2
+    (reason,) = [event["reason"] for event in events if event["event"] == "external_engine_failed"]
+    assert "the server ended" in reason or "does not answer" in reason
+    directory, status = RunDirectory(run), read_status(run / "status.json")
+    assert status["step"] == 6 and books(RolloutStore(directory).history()).closed
+    assert violations(directory) == []  # nothing was trained that no version of the run had sampled
+    assert status["ledger"]["trained"] >= 6 * 2 * 4 and status["ledger"]["invalid"] == 0
+    updates = [line for line in read_metrics(run / "metrics.jsonl") if "train/loss" in line]
+    assert all(line["replay/unverified"] == 0 for line in updates)
+    assert max(line.get("train/parity_kl", 0.0) for line in updates) < 1e-8
+
+
 # --- launched --------------------------------------------------------------------------------------------------------
 
 
@@ -386,3 +426,74 @@ def test_a_command_that_ends_at_its_start_says_why(engine_of, policy):
     )
     with pytest.raises(RunFailed, match=r"ended at its start .*: no such flag"):
         engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
+
+
+# --- on the learner's card -------------------------------------------------------------------------------------------
+
+
+def test_a_server_on_the_learners_card_sleeps_until_woken_or_given_a_version(engine_of, fake, policy, monkeypatch):
+    monkeypatch.setattr("penstock.overseer.language.external.WATCH_S", 0.0)
+    fake.sleep_mode = True
+    engine = engine_of(urls=[fake.server.url], colocate=True)
+    engine.sleep()  # it serves nothing yet
+    engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
+    engine.sleep()
+    assert fake.asleep and engine.server.version == WeightVersion(0, 0)  # requests go there, and wait
+    engine.watch()  # nothing is asked of it, and nothing wrong with that
+    engine.wake()
+    assert not fake.asleep and sampled(engine, WeightVersion(0, 0), policy[1])
+    engine.sleep()
+    engine.set_weights(WeightVersion(0, 1), moved(policy[0], 0.1))
+    assert not fake.asleep and not fake.engine.paused and fake.label == "0-1"
+    engine.wake()
+    assert failures(engine) == [] and engine.stats().keys() >= {"inference/sleep_s", "inference/wake_s"}
+
+
+def test_a_server_that_nobody_wakes_does_so_by_itself(engine_of, fake, policy, monkeypatch):
+    monkeypatch.setattr("penstock.overseer.language.external.WATCH_S", 0.0)
+    fake.sleep_mode = True
+    engine = engine_of("overseer.no_progress_s=0.2", urls=[fake.server.url], colocate=True)
+    engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
+    engine.sleep()
+    wait_until(lambda: engine.watch() or not fake.asleep, "the server to wake", LIMIT_S)
+    assert sampled(engine, WeightVersion(0, 0), policy[1])
+
+
+def test_a_server_that_says_that_it_sleeps_and_does_not_is_named(engine_of, fake, policy):
+    fake.sleep_mode = fake.sleepless = True
+    engine = engine_of("overseer.max_restarts=0", urls=[fake.server.url], colocate=True)
+    engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
+    with pytest.raises(RunFailed, match="is_sleeping says False, and it was told to sleep"):
+        engine.sleep()
+
+
+def test_a_server_that_would_give_no_memory_back_is_refused_with_the_flag(engine_of, fake, policy):
+    engine = engine_of(urls=[fake.server.url], colocate=True)
+    with pytest.raises(ConfigError, match="would sleep without giving memory back: start it with --enable-sleep-mode"):
+        engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
+
+
+def test_a_server_on_the_learners_card_is_started_with_the_flag_and_keeps_no_cache():
+    launch = ["vllm", "serve", "{model}"]
+    assert "--enable-sleep-mode" in configured(urls=[], launch=launch, colocate=True).server_command("model", 1)
+    assert "--enable-sleep-mode" not in configured(urls=[], launch=launch).server_command("model", 1)
+    with pytest.raises(ConfigError, match="kv is keep, and colocate is set"):
+        configured(colocate=True, kv="keep")
+    with pytest.raises(ConfigError, match="colocate"):
+        configured(colocate=True, weights="none")
+
+
+@pytest.mark.slow
+def test_a_run_sends_its_server_to_sleep_for_every_update(fake, tmp_path):
+    fake.sleep_mode = True
+    config = configured(
+        "steps=3", "replay.groups_per_batch=2", "curriculum.eval_n_examples=2", "learner.row_length=64",
+        "learner.micro_batch_rows=2", "curriculum.lessons.cats.sampling_params.n_generations_per_prompt=2",
+        urls=[fake.server.url], colocate=True,
+    )  # fmt: skip
+    run = tmp_path / "run"
+    train(config, run_dir=run, quiet=True)
+    updates = [line for line in read_metrics(run / "metrics.jsonl") if "train/loss" in line]
+    assert len(updates) == 3 and fake.counts["/sleep"] == 3 and not fake.asleep
+    assert all(line["train/parity_kl"] < 1e-8 for line in updates if "train/parity_kl" in line)
+    assert updates[-1]["inference/sleep_s"] > 0 and read_status(run / "status.json")["ledger"]["invalid"] == 0

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from penstock.environments import CatsEnvironment
+from penstock.inference import InferenceEngine
 from penstock.model.language import save_decoder
 from penstock.model.programs import LazyPrograms, compile_programs, processors_of_process
 from penstock.overseer.component import Settings
@@ -17,7 +18,7 @@ from penstock.overseer.language import kind
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.supervisor.member import ComponentSpec
 from penstock.rundir import RunDirectory
-from penstock.types import ConfigError
+from penstock.types import ConfigError, WeightVersion
 from tests.overseer.conftest import tiny
 from tests.waiting import WAIT_S
 
@@ -151,7 +152,7 @@ def test_what_ends_the_training_before_its_last_step_is_told(changes: dict, fact
 
 
 @pytest.mark.parametrize("adapter", [None, {"rank": 2}])
-def test_a_learners_programs_are_compiled_while_its_policy_is_drawn_and_never_again(tmp_path, adapter):
+def test_learners_and_engines_programs_are_compiled_while_the_policy_is_drawn_and_never_again(tmp_path, adapter):
     changes = {}
     if adapter is not None:
         base = LanguageKind().begin(tiny({}))
@@ -161,7 +162,10 @@ def test_a_learners_programs_are_compiled_while_its_policy_is_drawn_and_never_ag
     start = LanguageKind().begin(config)
     assert start.begun is not None
     learner = LanguageKind().make_learner(config, start)
-    programs = learner.programs()
+    engine = InferenceEngine(start.policy, WeightVersion(0, 0), start.codec, config.inference, begun=start.begun)
+    of_engine = engine._batch.first_programs()
+    assert [name.split(",")[0] for name in of_engine] == ["decode", "prefill", "insert"]
+    programs = {**learner.programs(), **of_engine}
     assert sorted(start.begun.tasks_of(programs)) == sorted(programs)
     start.begun.need(*programs)
     compiled = list[str]()

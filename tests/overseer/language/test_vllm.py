@@ -17,7 +17,7 @@ from penstock.overseer.language.external import ExternalEngine
 from penstock.overseer.supervisor.messages import Identity
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
-from penstock.types import WeightVersion
+from penstock.types import RunFailed, WeightVersion
 
 VLLM = os.environ.get("PENSTOCK_VLLM", "")
 pytestmark = [
@@ -100,3 +100,15 @@ def test_adapters_by_name_are_what_the_learner_scores(engine_of, tmp_path):
         device = {name: jnp.asarray(each) for name, each in arrays.items()}
         assert apart(config, with_named_arrays(decoder, device), answers, step) < 1e-4
     assert [event["event"] for event in events] == ["external_engine"]
+
+
+def test_a_build_that_cannot_sleep_is_refused_with_its_own_words(engine_of):
+    """A card's does; what the routes do there is `tests.fakes.vllm_server`'s guess until one was seen."""
+    config = load_config("cats", [f"model.init={json.dumps(MODEL)}"])
+    tokenizer = Tokenizer.load(config.model.tokenizer_path)
+    decoder = load_policy(config.model, 0, tokenizer)
+    words = [f"model.init={json.dumps(MODEL)}", "overseer.max_restarts=0"]
+    engine, _, _ = engine_of(decoder, tokenizer, *words, colocate=True)
+    arrays = {name: np.asarray(each) for name, each in named_arrays(decoder).items()}
+    with pytest.raises(RunFailed, match="Sleep mode is not supported on current platform"):
+        engine.set_weights(WeightVersion(0, 0), arrays)

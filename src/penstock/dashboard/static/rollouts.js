@@ -202,7 +202,7 @@ export async function groupPage(main, run) {
       prompt(members),
       h("div", { class: "answers" }, members.map((member, index) => answer(member, members[0], index, by, scale, words.diff === "1", run))),
       page.size > members.length ? h("p", { class: "note" }, `${page.size - members.length} more answers are not shown.`) : null,
-      h("p", { class: "note" }, "Reward by function, and seconds of prefill, decode and tools, are not stored. Control and direction marks in what was said are shown by their escapes.")]);
+      h("p", { class: "note" }, members.some((m) => m.rewards_by_function?.length) ? "Rewards by function are what each gave, before weights. " : null, "Seconds of prefill, decode and tools are not stored. Control and direction marks in what was said are shown by their escapes.")]);
 }
 
 function scaleOf(members, by) {
@@ -269,6 +269,8 @@ function answer(member, reference, index, by, scale, marked, run) {
   return h("article", { class: "card answer", "aria-label": `Answer ${member.position}`, tabindex: 0 },
     h("header", {}, h("span", { class: "rank" }, `/${member.position}`), h("span", { class: "reward" }, fixed(member.reward)), badge(member.state, member.reason)),
     h("p", { class: "quiet facts-line" }, facts.flatMap((fact, at) => at ? [" · ", fact] : [fact])),
+    member.rewards_by_function?.length ? h("dl", { class: "parts", "aria-label": "Reward by function" },
+      member.rewards_by_function.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value === null ? "does not apply" : fixed(value))))) : null,
     member.reason ? h("p", { class: "note warn" }, member.reason) : null,
     turns ? turns.map((turn) => h("div", { class: turn.role === "assistant" ? "turn" : "turn given-turn" }, h("h3", {}, turn.role, h("span", { class: "quiet" }, ` ${num(turn.tokens)} tokens`)),
       h("p", { class: "said" }, turn.pieces ? turn.pieces.map((piece) => token(piece, by, scale, other && other.has(position++))) : turn.text)))

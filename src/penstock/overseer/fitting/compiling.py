@@ -24,9 +24,8 @@ from jax.sharding import SingleDeviceSharding
 
 from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import Moves, ServedWeights, create_cache
-from penstock.inference.dispatch import to_device
+from penstock.inference.dispatch import SlotTable, to_device
 from penstock.inference.model_runner import ONE_DEVICE
-from penstock.inference.scheduler import SlotTable
 from penstock.learner import Learner, LearnerConfig
 from penstock.model.language import Decoder, ModelConfig
 from penstock.model.language.attention_choice import Platform, attention_kernel, platform_named
@@ -326,10 +325,10 @@ def _made_by(line: str, operation: str) -> str:
     return "/".join(parts[-2:]) + backward
 
 
-def compile_run(shapes: RunShapes, compiler: ChipCompiler) -> list[CompiledPart]:
-    """Every program of a run."""
+def compile_run(shapes: RunShapes, compiler: ChipCompiler, generates: bool = True) -> list[CompiledPart]:
+    """Every program of a run, of its engine too where it `generates` with Penstock's."""
     sides: Mapping[Side, Mapping[str, Lowering]] = {
-        "learner": shapes.learner_programs, "engine": shapes.engine_programs,
+        "learner": shapes.learner_programs, "engine": shapes.engine_programs if generates else {},
     }  # fmt: skip
     return [compiler.compile(name, side, lowering) for side, found in sides.items() for name, lowering in found.items()]
 

@@ -3,7 +3,9 @@
 *Memory* is counted for one process that has learner and engine, at the moment that takes most: what stays (parameters
 of both sides, those once that both read, reference, optimiser state, cache at its longest), and the most that the
 learner and the engine take beside it in any of their programs. A run that is asynchronous does both at the same time,
-one at staleness zero in turn. Bytes of arrays are those of their shapes, bytes of programs the compiler's.
+one at staleness zero in turn. Bytes of arrays are those of their shapes, bytes of programs the compiler's. Of a vLLM
+server on the same card they follow from the shapes alone (`vllm_parts`); what it gives back while it sleeps, it does
+not take while the learner computes.
 
 *Time* is a roofline (Williams et al. 2009, https://doi.org/10.1145/1498765.1498785): no phase of a step is faster than
 its products at the chip's rate, nor than its least traffic at the memory's; a step is its phases one after the other.
@@ -13,7 +15,8 @@ Products and traffic are counted by formula for answers as long as they may be, 
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import ceil
+from itertools import pairwise
+from math import ceil, floor
 from typing import Any
 
 from rich.console import Console
@@ -25,10 +28,16 @@ from penstock.model.language.attention_choice import attention_kernel, platform_
 from penstock.model.language.config import ModelConfig
 from penstock.overseer.config import RunConfig
 from penstock.overseer.estimate import base_bytes, bytes_text, kv_cache_bytes, moving_bytes, reference_bytes
-from penstock.overseer.fitting.chips import Chip
+from penstock.overseer.fitting.chips import CUDA_FRACTION, Chip
 from penstock.overseer.fitting.compiling import CompiledPart, RunShapes, growth_bytes, tree_bytes
 
 NOT_MEASURED = "compiled, not run: not yet measured"
+
+BATCHED_TOKENS = 8192
+"""`--max-num-batched-tokens` of a vLLM server on a large card, where nothing is said."""
+VLLM_OTHER_BYTES = 2 * 2**30
+"""Of its process on the card: CUDA's context, graphs, libraries. Assumed."""
+UTILIZATION = "--gpu-memory-utilization"
 
 
 @dataclass(frozen=True)
@@ -169,6 +178,7 @@ class FitReport:
         slot_bytes: Of one slot's cache.
         phases: Of a step.
         host_bytes: What lies in the host's memory beside: of an offloaded optimiser, and of offloaded activations.
+        sharing: How a vLLM server and the learner divide the card, in words; empty without one.
         remedy: The smallest change that makes it fit, as ``key=value`` words, and the bytes that it takes then; None:
             it fits, none was looked for, or (empty) none was found.
     """
@@ -182,6 +192,7 @@ class FitReport:
     slot_bytes: int
     phases: tuple[Phase, ...]
     host_bytes: int = 0
+    sharing: str = ""
     remedy: "Remedy | None" = None
 
     @property
@@ -240,6 +251,8 @@ class FitReport:
         console.print(f"{escape(self.model)}; {escape(self.chip)}: {NOT_MEASURED}\n", highlight=False)
         console.print(self._memory_table())
         console.print(f"\n{self._verdict()}\n", highlight=False)
+        if self.sharing:
+            console.print(f"{escape(self.sharing)}\n", highlight=False, soft_wrap=True)
         if self.host_bytes:
             console.print(f"In the host's memory beside it: {bytes_text(self.host_bytes)}\n", highlight=False)
         console.print(self._programs_table())
@@ -322,7 +335,7 @@ def make_report(config: RunConfig, shapes: RunShapes, programs: list[CompiledPar
     """Counts what was compiled.
 
     Args:
-        config: Of the run, local or not: learner and engine are counted in one process.
+        config: Of the run, local or not: learner and engine are counted in one process, on one chip.
         shapes: Its arrays, as shapes.
         programs: All of `compile_run`.
         chip: What they were compiled for.
@@ -338,6 +351,7 @@ def make_report(config: RunConfig, shapes: RunShapes, programs: list[CompiledPar
         slot_bytes=kv_cache_bytes(model, 1, engine.max_seq_len),
         phases=tuple(phases_of(config, model, shapes.gradient_bytes // 4, chip)),
         host_bytes=host_bytes(config.learner, shapes, programs),
+        sharing="" if engine.external is None else sharing_words(config, model, chip),
     )
 
 
@@ -346,13 +360,20 @@ def memory_parts(config: RunConfig, shapes: RunShapes, programs: list[CompiledPa
     engine, offloads = config.inference, config.learner.optimizer.offload
     staying = {
         "parameters of the learner": tree_bytes(shapes.decoder),
-        "parameters of the engine": tree_bytes(shapes.weights) - shapes.shared_bytes,
         "parameters of the reference": reference_bytes(shapes.model, config.learner),
         "optimiser state": 0 if offloads else shapes.optimizer_bytes,
-        "KV cache": tree_bytes(shapes.cache(engine.max_slots, engine.max_seq_len)),
     }
-    learner, served = _learner_moments(config, shapes, programs), _engine_moments(config, shapes, programs)
-    sides = [[*learner, *served]] if config.replay.synchronous else [learner, served]
+    if engine.external is None:
+        staying |= {
+            "parameters of the engine": tree_bytes(shapes.weights) - shapes.shared_bytes,
+            "KV cache": tree_bytes(shapes.cache(engine.max_slots, engine.max_seq_len)),
+        }
+        served, in_turn = _engine_moments(config, shapes, programs), config.replay.synchronous
+    else:
+        staying |= {"vLLM: CUDA, its graphs (assumed)": VLLM_OTHER_BYTES}
+        served, in_turn = [vllm_parts(config, shapes.model)], engine.external.colocate
+    learner = _learner_moments(config, shapes, programs)
+    sides = [[*learner, *served]] if in_turn else [learner, served]
     for moments in sides:
         staying |= max(moments, key=lambda moment: sum(moment.values()))
     return {name: count for name, count in staying.items() if count}
@@ -362,6 +383,46 @@ def host_bytes(learner: LearnerConfig, shapes: RunShapes, programs: list[Compile
     """What the learner keeps in the host's memory beside the chip."""
     kept = max((part.host_bytes for part in programs if part.name.startswith("gradient")), default=0)
     return kept + (shapes.optimizer_bytes if learner.optimizer.offload else 0)
+
+
+def vllm_parts(config: RunConfig, model: ModelConfig) -> dict[str, int]:
+    """What a vLLM server of a run takes of a card by purpose, in bytes, beside `VLLM_OTHER_BYTES`.
+
+    With a cache for all slots at their longest; parameters as they get there: whole and with an output matrix of their
+    own, or the base and as many adapters as are kept; and what the forward pass of its largest batch makes.
+    """
+    engine, width = config.inference, 2 if model.dtype == "bfloat16" else 4
+    assert engine.external is not None  # or there is none
+    parameters = base_bytes(model) + config.adapters_kept * moving_bytes(model)
+    if engine.external.weights != "lora":
+        head = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
+        parameters = (model.parameter_count + head) * width
+    tokens = min(BATCHED_TOKENS, engine.max_slots * engine.max_seq_len)
+    per_token = 3 * model.intermediate_size + 4 * model.hidden_size + model.query_size + 2 * model.key_value_size
+    scores = 3 * 4 * engine.max_slots * model.vocab_size
+    return {
+        "vLLM: parameters": parameters,
+        "vLLM: KV cache": kv_cache_bytes(model, engine.max_slots, engine.max_seq_len),
+        "vLLM: activations": tokens * per_token * width + scores,
+    }
+
+
+def sharing_words(config: RunConfig, model: ModelConfig, chip: Chip) -> str:
+    """How learner and server are to be started so that each has its part of the card."""
+    external = config.inference.external
+    assert external is not None  # or there is nobody to share with
+    needed = sum(vllm_parts(config, model).values()) + VLLM_OTHER_BYTES
+    words = f"A vLLM server on the same card needs {bytes_text(needed)} for all slots at their longest"
+    if chip.platform != "cuda":
+        return f"{words}."
+    share = ceil(100 * CUDA_FRACTION * needed / chip.memory_bytes) / 100
+    rest = floor(100 * (CUDA_FRACTION - share)) / 100
+    start = f"XLA_PYTHON_CLIENT_MEM_FRACTION={max(rest, 0.0):.2f}"
+    if external.colocate:
+        start = "XLA_PYTHON_CLIENT_ALLOCATOR=platform, so that each gives back what the other takes"
+    given = next((word for name, word in pairwise(external.launch) if name == UTILIZATION), None)
+    told = f"; external.launch gives it {given}" if given is not None else ""
+    return f"{words}: {UTILIZATION} {share:.2f}{told}. Start Penstock with {start}."
 
 
 Moment = dict[str, int]

@@ -46,13 +46,14 @@ def fit(
         A report, with the smallest change that makes it fit where it does not; of several models or rows a table.
 
     Raises:
-        ConfigError: no such chip, compiler, shape, row length or rank, or the engine is another's.
+        ConfigError: no such chip, compiler, shape, row length or rank, or nothing is known of the engine.
     """
-    if config.inference.external is not None:
+    if config.inference.engine == "openai":
         raise ConfigError(
-            f"inference.engine is {config.inference.engine}: its servers have memory of their own, which is not known "
-            "here; with inference.engine=builtin inference.external=null learner and Penstock's engine are counted"
+            "inference.engine is openai: its servers have memory of their own, which is not known here; with "
+            "inference.engine=builtin inference.external=null learner and Penstock's engine are counted"
         )
+    config.check_trains()
     adaptable = bool(models) or config.model.directory is not None
     if lora is not None and (not adaptable or lora < 1):
         why = (
@@ -118,7 +119,8 @@ def fit_run(config: RunConfig, model: ModelConfig, compiler: "ChipCompiler") -> 
     from penstock.overseer.fitting.report import make_report
 
     shapes = RunShapes(config, model, compiler.place)
-    return make_report(config, shapes, compile_run(shapes, compiler), compiler.chip)
+    programs = compile_run(shapes, compiler, config.inference.external is None)
+    return make_report(config, shapes, programs, compiler.chip)
 
 
 Change = dict[str, Any]

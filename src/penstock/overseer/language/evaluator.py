@@ -184,9 +184,13 @@ class Evaluator:
 
 
 def metrics_of(results: Mapping[str, RolloutBatchStats], group: str) -> dict[str, float]:
-    """Flattens evaluation results to ``<group>/<lesson>/<name>`` metrics; a lesson that failed has none."""
+    """Flattens evaluation results to ``<group>/<lesson>/<name>`` metrics; a lesson that failed has none.
+
+    Answers to the problems that are kept apart for reports are ``<group>_report/<lesson>/<name>``: they and those by
+    which the curriculum decides are no points of one curve.
+    """
     return {
-        f"{group}/{lesson_id}/{name}": value
+        f"{group}{'_report' if stats.reports else ''}/{lesson_id}/{name}": value
         for lesson_id, stats in results.items()
         if not stats.failure
         for name, value in {

@@ -142,6 +142,7 @@ class ExternalEngine:
         self._served: WeightVersion | None = None
         self._failures: deque[float] = deque()
         self._watched_at = 0.0
+        self._asleep_since: float | None = None
         self._stats: dict[str, float] = {}
         self._busy_s = 0.0
         self.doing = "waiting for the first weights"
@@ -191,17 +192,51 @@ class ExternalEngine:
         """
         if self._served is None or time.monotonic() - self._watched_at < WATCH_S:
             return
+        if self._asleep_since is not None:
+            if time.monotonic() - self._asleep_since > self._run.overseer.no_progress_s:
+                self.wake()  # whoever sent it to sleep is gone
+            return
         if not self._turn.acquire(blocking=False):
             return  # it is being given weights, by which it is asked enough
         try:
             before, self._watched_at = self._watched_at, time.monotonic()
-            try:
-                self._look(self._watched_at - before)
-            except (UnreachableError, WeightsError, MismatchError) as failure:
-                self._leave(failure)
-                self._serve()
+            self._or_heal(lambda: self._look(self._watched_at - before))
         finally:
             self._turn.release()
+
+    def sleep(self) -> None:
+        """Returns when it has given its memory on the card away, until `wake` or the next version; raises as `watch`.
+
+        Requests wait meanwhile. A server that does not serve has nothing to give.
+        """
+        with self._turn:
+            if self._served is not None and self._asleep_since is None:
+                self._or_heal(self._fall_asleep)
+
+    def wake(self) -> None:
+        """It answers again, if it slept; raises as `watch`."""
+        with self._turn:
+            self._or_heal(self._wake)
+
+    def _or_heal(self, step: Callable[[], object]) -> None:
+        try:
+            step()
+        except (UnreachableError, WeightsError, MismatchError) as failure:
+            self._leave(failure)
+            self._serve()
+
+    def _fall_asleep(self) -> None:
+        assert self._control is not None
+        self._asleep_since, self.doing = time.monotonic(), "asleep while the learner updates"
+        self._control.sleep()
+        self._stats["inference/sleep_s"] = time.monotonic() - self._asleep_since
+
+    def _wake(self) -> None:
+        if self._asleep_since is not None and self._control is not None:
+            started = time.monotonic()
+            self._control.wake()
+            self._asleep_since, self.doing, self._watched_at = None, "serving", time.monotonic()
+            self._stats["inference/wake_s"] = self._watched_at - started
 
     def canary(
         self, version: WeightVersion, prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
@@ -279,6 +314,7 @@ class ExternalEngine:
         fresh = self._control is None
         if fresh or self._relaunches:
             self._open(weights)
+        self._wake()
         assert self._control is not None
         if self._config.weights == "lora":
             self._load_adapter(self._control, weights)
@@ -405,7 +441,7 @@ class ExternalEngine:
     def _sampled(
         self, version: WeightVersion, prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
     ) -> list[Completion]:
-        """One answer to each prompt, as clients read it.
+        """One answer to each prompt, as clients read it; none more once its queue is full.
 
         Raises:
             WeightsError: it cannot be read, or the server refused.
@@ -420,6 +456,8 @@ class ExternalEngine:
             if bound is None or control is None:
                 raise UnreachableError(f"{self.identity} has no server at the moment")
             content = control.generate(bound.body, max(0.1, limit - time.monotonic()))
+            if content is None:
+                break
             try:
                 answers += bound.read(content)[0]
             except (InterruptedAnswer, MalformedAnswer) as error:
@@ -435,7 +473,11 @@ class ExternalEngine:
             prompt = [seed % self._shape.config.vocab_size, 0]
             body = {"model": model, "token_ids": prompt, "sampling_params": sampling, "stream": False}
             body["cache_salt"] = f"{model}-{time.monotonic_ns()}"
-            content = control.generate(json.dumps(body).encode(), self._run.weights.fetch_timeout_s)
+            limit_s = self._run.weights.fetch_timeout_s
+            limit = time.monotonic() + limit_s
+            while (content := control.generate(json.dumps(body).encode(), limit_s)) is None:
+                if time.monotonic() > limit or self._stopping.wait(POLL_S):
+                    raise UnreachableError(f"the queue of {self._url} was full for {limit_s:g} s")
             try:
                 entries = json.loads(content)["choices"][0]["logprobs"]["content"]
                 found += [(int(entry["token_id"]), float(entry["logprob"])) for entry in entries]
@@ -487,8 +529,12 @@ class ExternalEngine:
 
     def _end(self, timeout_s: float) -> None:
         if self._control is not None:
+            if self._process is None and self._asleep_since is not None:  # another's, which we sent to sleep
+                with suppress(UnreachableError, WeightsError):
+                    self._control.wake()
             self._control.close()
             self._control = None
+        self._asleep_since = None
         if self._process is not None:
             self._process.end(timeout_s)
             self._process = None

@@ -1,6 +1,7 @@
 """An inference server in a process of its own: an engine, and a thread that fetches new weights for it.
 
-`InferenceRole` has Penstock's engine and its HTTP API; `penstock.overseer.language.external` one of another make.
+`InferenceRole` has Penstock's engine and its HTTP API. `ExternalInference` computes nothing: it fetches weights, and
+drives a server of another make (`penstock.overseer.language.external`).
 
 Generation goes on while weights are fetched and prepared; the swap, between two dispatches, changes a reference. A
 holder of the lease (an evaluation) keeps the server at its version for a limited time.
@@ -12,6 +13,7 @@ made. Where the two differ it fails: it leaves routing with that, and another ta
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, final
 
 import numpy as np
@@ -22,6 +24,7 @@ from penstock.inference.server_pool import MODEL_NAME
 from penstock.model.arrays import named_leaves, shapes_of
 from penstock.model.language import load_policy, named_arrays, with_named_arrays
 from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
+from penstock.overseer.language.external import ExternalEngine
 from penstock.overseer.language.rollout import reachable, reproducible
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership
@@ -30,6 +33,7 @@ from penstock.types import (
     MismatchError,
     NoProgressError,
     PenstockError,
+    Stopped,
     UnreachableError,
     WeightsError,
     WeightVersion,
@@ -308,9 +312,8 @@ class InferenceRole(ServingRole):
         decoder = load_policy(config.model, config.seed, tokenizer)
         self._shape = shapes_of(decoder)
         self._own = named_arrays(decoder)  # after the first swap those alone that do not travel
-        self._engine = InferenceEngine(
-            decoder, WeightVersion(-1, 0), tokenizer, config.inference, str(ctx.identity), reproducible(config)
-        )
+        self._engine = InferenceEngine(decoder, WeightVersion(-1, 0), tokenizer, config.inference, str(ctx.identity))
+        self._engine.forgets = reproducible(config)
         served = config.inference
         app = create_app(
             self._engine, tokenizer, MODEL_NAME, AccessRules(settings.token, max_waiting=served.max_waiting)
@@ -359,3 +362,54 @@ class InferenceRole(ServingRole):
     def _close(self, timeout_s: float) -> None:
         self._server.stop()
         self._engine.stop(timeout_s)
+
+
+@final
+class ExternalInference(ServingRole):
+    """A server of another make."""
+
+    def __init__(self, ctx: ComponentContext, settings: Settings) -> None:
+        super().__init__(ctx, settings)
+        tokenizer = settings.tokenizer()
+        decoder = load_policy(settings.config.model, settings.config.seed, tokenizer)
+        self._engine = ExternalEngine(ctx.identity, settings, decoder, tokenizer, ctx.event)
+
+    @override
+    def _open(self) -> None:
+        self.doing = "waiting for the first weights"
+
+    @override
+    def _look_after(self) -> None:
+        with suppress(Stopped):
+            self._engine.watch()
+
+    @override
+    def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
+        return version, self._engine.set_weights(version, arrays)
+
+    @override
+    def _answers(
+        self, version: WeightVersion, prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
+    ) -> list[Completion]:
+        return self._engine.canary(version, prompts, max_tokens, timeout_s)
+
+    @override
+    def _url(self) -> str | None:
+        server = self._engine.server
+        return None if server is None else server.url
+
+    @override
+    def _numbers(self) -> tuple[float, dict[str, float]]:
+        return self._engine.busy_s, self._engine.stats()
+
+    @override
+    def _close(self, timeout_s: float) -> None:
+        self._engine.stop(timeout_s)
+
+    def sleep(self) -> None:
+        """`ExternalEngine.sleep`, for the learner."""
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        """`ExternalEngine.wake`, for the learner."""
+        self._engine.wake()

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Self, final
 
 from penstock.environments import Environment, load_environment
-from penstock.learner import Learner, LearnerConfig, load_checkpoint
+from penstock.inference import InferenceEngine
+from penstock.learner import Learner, load_checkpoint
 from penstock.learner.checkpoints import read_state
 from penstock.learner.reference import check_reference
 from penstock.model.language import Decoder, load_policy, named_arrays
@@ -22,9 +23,8 @@ from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_worker
 from penstock.overseer.estimate import model_shape
 from penstock.overseer.kind import VALUES, Factories, LearnerTasks, RunStart, check_kept, make_spec
 from penstock.overseer.language.evaluator import make_evaluator, metrics_of
-from penstock.overseer.language.external_inference import ExternalInference
 from penstock.overseer.language.given import GivenObjects
-from penstock.overseer.language.inference import InferenceRole, ServingRole
+from penstock.overseer.language.inference import ExternalInference, InferenceRole, ServingRole
 from penstock.overseer.language.local import local_components
 from penstock.overseer.language.preparation import Preparation
 from penstock.overseer.language.replay import make_curriculum, make_replay, problem_rules
@@ -66,10 +66,16 @@ def _expected_shape(config: RunConfig) -> ModelConfig | None:
         return None
 
 
-def _compiling(model: ModelConfig, config: LearnerConfig) -> LazyPrograms:
-    """A learner's programs, being compiled from the shapes of what it will train."""
-    learner = Learner(Decoder.of_shapes(model), config, total_steps=1)
-    programs = LazyPrograms(learner.programs(), lambda told: None)
+def _compiling(model: ModelConfig, config: RunConfig) -> LazyPrograms:
+    """A learner's programs, being compiled from the shapes of what it will train; before them its process's engine's.
+
+    These come first because all that precedes the first batch waits for them.
+    """
+    inference = config.inference
+    has_engine = config.runtime == "local" and inference.external is None and config.replay.from_rollouts is None
+    of_engine = InferenceEngine.first_programs(model, inference) if has_engine else {}
+    learner = Learner(Decoder.of_shapes(model), config.learner, total_steps=1)
+    programs = LazyPrograms({**of_engine, **learner.programs()}, lambda told: None)
     programs.compile()
     return programs
 
@@ -313,9 +319,9 @@ class LanguageKind:
         check_reference_directory(config, shape)
 
     def begin(self, config: RunConfig) -> RunStart:
-        """Decoder and tokenizer; the learner's programs are compiled while they are loaded."""
+        """Decoder and tokenizer; programs of learner and engine are compiled while they are loaded."""
         shape = _expected_shape(config)
-        begun = None if shape is None else _compiling(shape, config.learner)
+        begun = None if shape is None else _compiling(shape, config)
         try:
             tokenizer = Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs)
             policy = load_policy(config.model, config.seed, tokenizer)
@@ -445,6 +451,7 @@ class LanguageKind:
         """Evaluations before and after the warm start, whose weights are checked, too."""
         run.phase("evaluating the untrained policy")
         run.results["untrained"] = run.results["before"] = yield from run.evaluate("untrained")
+        check_best(run.config, run.results["before"])
         if run.config.learner.warm_start is not None:
             run.phase("warm start")
             yield from run.until_stopped(run.tasks.task("learner-0", "warm_start"))
@@ -498,7 +505,7 @@ class LanguageKind:
         return Updates(log, config.replay.staleness_budget, config.runtime == "local", threshold)
 
     def metrics_of(self, results: Results) -> dict[str, float]:
-        """As ``eval/<lesson>/…``."""
+        """As ``eval/<lesson>/…``, or ``eval_report/<lesson>/…`` of problems that are kept apart for reports."""
         return metrics_of(results, "eval")
 
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
@@ -512,6 +519,21 @@ class LanguageKind:
         """Failed groups."""
         failed, last_failure = self.failures(run)
         return {"groups": {"failed": failed, "last_failure": last_failure}}
+
+
+def check_best(config: RunConfig, results: Results) -> None:
+    """Whether any evaluation will say which checkpoint is the best.
+
+    Raises:
+        ConfigError: those before and after training are of other problems, and there are no others.
+    """
+    best, asked = config.overseer.keep_best, config.curriculum.eval_frequency
+    if best is not None and not asked and any(stats.reports and f"/{name}/" in best for name, stats in results.items()):
+        raise ConfigError(
+            f"overseer.keep_best is {best}, but curriculum.eval_frequency is 0, and before and after training a lesson "
+            "answers problems that are kept apart for reports (eval_report/…), by which nothing is chosen: set "
+            "curriculum.eval_frequency"
+        )
 
 
 def make_learner(ctx: ComponentContext, settings: Mapping[str, Any]) -> LearnerComponent:

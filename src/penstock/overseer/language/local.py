@@ -8,7 +8,7 @@ meanwhile, and a version is evaluated before anything is generated with it.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, Generic, NamedTuple, TypeVar, final
 
 import numpy as np
 from typing_extensions import override
@@ -25,12 +25,11 @@ from penstock.overseer.assembly import (
     open_replay,
     restore_parts,
 )
-from penstock.overseer.component import Settings, ThreadedComponent
+from penstock.overseer.component import LOOK_S, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.language.evaluator import Evaluator, kept_by
 from penstock.overseer.language.external import ExternalEngine
-from penstock.overseer.language.external_inference import LocalExternalInference
 from penstock.overseer.language.replay import ReferenceScores, arrived_examples, problem_rules
 from penstock.overseer.language.rollout import located, make_pool
 from penstock.overseer.launch.launcher import ComponentContext
@@ -50,14 +49,21 @@ from penstock.replay import (
 )
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.tracking import conversation_of
-from penstock.types import Completion, InferenceContext, RLExample, RolloutBatch, RolloutGroup, Stopped, WeightVersion
+from penstock.types import (
+    Completion,
+    InferenceContext,
+    RLExample,
+    RolloutBatch,
+    RolloutGroup,
+    Stopped,
+    SupersededVersionError,
+    WeightVersion,
+)
 from penstock.weights import InProcessBroadcaster
 
 WORKER_ID = "rollout-worker-0"
 ENGINE_NAME = "inference-0#0"
 """As its only incarnation would be named in a process of its own."""
-SWAP_S = 60.0
-"""Longest wait for the dispatch that runs, after which the engine takes new weights."""
 
 
 def local_components(
@@ -140,12 +146,14 @@ class _Engine(NamedTuple):
 def _builtin(settings: Settings[RunConfig], start: RunStart) -> _Engine:
     """An engine in this process."""
     config, first = settings.config, WeightVersion(settings.lineage, step_of(settings.checkpoint))
-    engine = InferenceEngine(start.policy, first, start.codec, config.inference, ENGINE_NAME, config.replay.synchronous)
+    engine = InferenceEngine(start.policy, first, start.codec, config.inference, ENGINE_NAME, start.begun)
+    engine.forgets = config.replay.synchronous
     shape = shapes_of(start.policy)
 
     def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
         engine.set_weights(version, with_named_arrays(shape, arrays))
-        return engine.digests(SWAP_S)
+        # between two dispatches, and before the first there may be programs to compile
+        return engine.digests(config.overseer.no_progress_s)
 
     return _Engine(
         EngineContext(engine, start.codec, ordered=config.replay.synchronous),
@@ -169,9 +177,7 @@ def _external(settings: Settings[RunConfig], start: RunStart, ctx: ComponentCont
         RemoteContext(pool, start.codec),
         lambda version, arrays: (version, engine.set_weights(version, arrays)),
         stop,
-        lambda ctx, settings, manager, weights, rollout: LocalExternalInference(
-            ctx, settings, engine, manager, weights, lambda: rollout.trains
-        ),
+        lambda ctx, settings, *others: LocalExternalInference(ctx, settings, engine, *others),
     )
 
 
@@ -402,38 +408,86 @@ class LocalRollout(ThreadedComponent):
         )
 
 
-@final
-class LocalInference(ThreadedComponent):
-    """The engine. While the worker does not follow the learner's weights, it does: before and after the training.
+AnyEngine = TypeVar("AnyEngine", InferenceEngine, ExternalEngine)
+
+
+class LocalServing(ThreadedComponent, Generic[AnyEngine]):
+    """What answers in a run of one process. While the worker does not follow the learner's weights, it does.
 
     Args:
         ctx: Of the component.
         settings: The run, with its config, directory and lineage.
-        engine: With the learner's weights.
-        manager: Hands it new ones.
+        engine: What answers, in this process or driven by it.
+        manager: Hands it new weights.
         weights: Come from here.
-        rollout: The worker.
+        rollout: The worker, which follows them while it trains.
     """
 
     def __init__(
         self,
         ctx: ComponentContext,
         settings: Settings,
-        engine: InferenceEngine,
+        engine: AnyEngine,
         manager: RolloutManager,
         weights: InProcessBroadcaster,
         rollout: LocalRollout,
     ) -> None:
         super().__init__(ctx, settings)
-        self._engine = engine
-        self._manager = manager
-        self._weights = weights
-        self._rollout = rollout
-        self._first = engine.version
+        self._engine, self._manager, self._weights, self._rollout = engine, manager, weights, rollout
         self._held: tuple[WeightVersion, str] | None = None
+
+    def _take_offered(self, has_first: bool) -> None:
+        """Takes the weights that are offered, unless the worker does, or the engine was made with them."""
+        newest = self._weights.latest()
+        if newest is None or self._rollout.trains:
+            return
+        offered = newest, str(self._weights.endpoint()["incarnation"])
+        if self._held != offered and not (has_first and self._held is None):
+            try:
+                self._manager.update_model(newest, self._weights.fetch(newest))
+            except SupersededVersionError:  # a newer one is offered meanwhile
+                return
+        self._held = offered
+
+    def canary(
+        self, version: tuple[int, int], prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
+    ) -> list[Completion]:
+        """The engine's, for the learner."""
+        return self._engine.canary(WeightVersion(*version), prompts, max_tokens, timeout_s)
+
+    def finish(self) -> None:
+        """The engine goes on: an answer that is waited for still comes."""
+
+    @override
+    def stop(self, timeout_s: float) -> None:
+        self.stopping.set()
+        self._manager.shutdown()
+        super().stop(timeout_s)
+
+    def _described(self, doing: str, steps: float, answers: bool) -> ComponentStatus:
+        """Its status, of what it does, the steps that it made beside tokens, and whether it may be asked."""
+        stats, held = self._engine.stats(), self._held
+        address: dict[str, Any] = {"digests": True}
+        if held is not None and answers and not self._rollout.trains:
+            address |= {"lineage": held[0].lineage, "step": held[0].step, "weights": held[1]}
+        return ComponentStatus(
+            self.state,
+            doing,
+            stats.get("inference/tokens_total", 0.0) + steps,
+            self._engine.busy_s,
+            address=address,
+            metrics=stats,
+            facts=self._facts(),
+        )
+
+
+@final
+class LocalInference(LocalServing[InferenceEngine]):
+    """The engine of this process, made with the learner's first weights."""
 
     @override
     def start(self) -> None:
+        self._first = self._engine.version
         self.crew.start("inference-0.engine", self._run)
 
     def _run(self) -> None:
@@ -444,45 +498,42 @@ class LocalInference(ThreadedComponent):
                 self.note_compiled(program)
 
     def look(self, view: Membership) -> None:
-        """Takes the weights that are offered, unless the worker does; with the first has the rest compiled."""
+        """Takes the weights that are offered; with the first has the rest compiled."""
         newest = self._weights.latest()
         if newest is not None and newest > self._first:  # nothing is in the first update's way any more
             self._engine.compile_rest()
-        if newest is None or self.state != "running" or self._rollout.trains:
-            return
-        offered = newest, str(self._weights.endpoint()["incarnation"])
-        if self._held is not None and self._held != offered:  # the first it was made with
-            self._manager.update_model(newest, self._weights.fetch(newest))
-        self._held = offered
-
-    def canary(
-        self, version: tuple[int, int], prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
-    ) -> list[Completion]:
-        """`InferenceEngine.canary`, for the learner."""
-        return self._engine.canary(WeightVersion(*version), prompts, max_tokens, timeout_s)
-
-    def finish(self) -> None:
-        """The engine goes on: an answer that is waited for still comes."""
-
-    @override
-    def stop(self, timeout_s: float) -> None:
-        self._manager.shutdown()
-        super().stop(timeout_s)
+        if self.state == "running":
+            self._take_offered(has_first=True)
 
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
-        stats, held = self._engine.stats(), self._held
-        address: dict[str, Any] = {"digests": True}
-        if held is not None and not self._rollout.trains:
-            address |= {"lineage": held[0].lineage, "step": held[0].step, "weights": held[1]}
-        return ComponentStatus(
-            self.state,
-            self.doing,
-            stats["inference/tokens_total"] + self.compiled,
-            self._engine.busy_s,
-            address=address,
-            metrics=stats,
-            facts=self._facts(),
-        )
+        return self._described(self.doing, float(self.compiled), True)
+
+
+@final
+class LocalExternalInference(LocalServing[ExternalEngine]):
+    """A server of another make beside this process."""
+
+    @override
+    def start(self) -> None:
+        self.state = "running"
+        self.crew.start("inference-0.server", self._run)
+
+    def _run(self) -> None:
+        with suppress(Stopped):
+            while not self.stopping.wait(LOOK_S):
+                self._take_offered(has_first=False)
+                self._engine.watch()
+
+    def sleep(self) -> None:
+        """`ExternalEngine.sleep`, for the learner."""
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        """`ExternalEngine.wake`, for the learner."""
+        self._engine.wake()
+
+    def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
+        return self._described(self._engine.doing, self._engine.progress, self._engine.server is not None)
 
 
 @final
@@ -493,7 +544,7 @@ class LocalEvaluator(ThreadedComponent):
         ctx: Of the component.
         settings: The run, with its config, directory and lineage.
         evaluator: Of this process.
-        rollout: The worker.
+        rollout: The worker, which follows them while it trains.
     """
 
     def __init__(self, ctx: ComponentContext, settings: Settings, evaluator: Evaluator, rollout: LocalRollout) -> None:

@@ -11,7 +11,7 @@ packed forward pass; then every update is checked (`ParityCheck`). How far apart
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple, cast, final
@@ -150,6 +150,11 @@ class ParityCheck:
         started = time.perf_counter() + check.started
         evidence = {**check.evidence, **self._arrived(check)} if check.lacking() else check.evidence
         return self._judge(learner, check._replace(evidence=evidence, started=started))
+
+    def wait_for_canaries(self) -> None:
+        """Returns when what was asked is answered, or `wait_s` later."""
+        if self._check is not None:
+            wait(self._check.canaries.values(), self._config.wait_s)
 
     def close(self) -> None:
         """Asks nobody any more."""
@@ -371,13 +376,36 @@ class Preparation:
         return parity.kl
 
     def before_update(self, batch: TrainingBatch[RLExample]) -> None:
-        """`ParityCheck.begin`; the learner prepares the next batch beside it, where that is known."""
+        """`ParityCheck.begin`; the learner prepares the next batch beside it, where that is known.
+
+        Servers that share its card fall asleep, once they have answered what parity asks.
+        """
         self._learner.coming = self._component.coming_batch
         self._parity.begin(self._learner, batch)
+        if self._shares_card:
+            self._parity.wait_for_canaries()
+            self._tell_servers("sleep")
 
     def after_update(self) -> Mapping[str, float]:
-        """`ParityCheck.end`."""
-        return self._parity.end(self._learner)
+        """`ParityCheck.end`; what fell asleep wakes."""
+        metrics = self._parity.end(self._learner)
+        if self._shares_card:
+            self._tell_servers("wake")
+        return metrics
+
+    @property
+    def _shares_card(self) -> bool:
+        external = self._component.config.inference.external
+        return external is not None and external.colocate
+
+    def _tell_servers(self, method: str) -> None:
+        """All that there are; of one that does not answer it is told that it may still have the card."""
+        limit_s = self._component.config.weights.fetch_timeout_s
+        for peer in self._ctx.view.of("inference"):
+            try:
+                self._ctx.caller(peer.identity.name).call(method, timeout_s=limit_s)
+            except UnreachableError as failure:
+                self._ctx.event("server_not_told", server=str(peer.identity), what=method, reason=str(failure))
 
     @property
     def _learner(self) -> Learner:
