@@ -12,9 +12,8 @@ from tests.inference.test_model_runner import CompilationCounter
 from tests.inference.test_model_runner_decoding import FAMILIES, packed_logprobs
 
 from penstock.inference import GenerationRequest
-from penstock.inference.dispatch import to_device
+from penstock.inference.dispatch import SlotTable, to_device
 from penstock.inference.model_runner import ModelRunner, ModelSplit
-from penstock.inference.scheduler import SlotTable
 from penstock.model.arrays import digests_of
 from penstock.model.language import named_arrays
 from penstock.types import ConfigError, Decoding, WeightVersion
@@ -188,7 +187,7 @@ def test_one_thread_writes_and_counts_and_compiles_nothing_when_ready(make_decod
 
 
 def test_the_same_submission_is_reproduced_to_the_last_bit(make_decoder, start_engine, split):
-    engine = start_engine(make_decoder(3), split)
+    engine = start_engine(make_decoder(3), split, forgets=True)
     first, second = generate(engine, requests()), generate(engine, requests())
     for left, right in zip(first, second, strict=True):
         np.testing.assert_array_equal(left.response_tokens, right.response_tokens)

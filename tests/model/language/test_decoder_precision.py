@@ -10,8 +10,7 @@ import pytest
 
 from penstock.batch import RowShape
 from penstock.inference.decoding import ServedWeights, create_cache, decode_step, prefill
-from penstock.inference.dispatch import to_device
-from penstock.inference.scheduler import SlotTable
+from penstock.inference.dispatch import SlotTable, to_device
 from penstock.learner import LearnerConfig
 from penstock.learner.losses import LossInputs, TokenLoss, policy_token_loss
 from penstock.learner.step import ForwardOptions, LossOptions, accumulate, empty_micro_batch, head_outputs, zeros
@@ -58,7 +57,7 @@ def decoding(decoder: Any) -> Any:
 
 def decoding_by_pages(decoder: Any) -> Any:
     cache, rows = create_cache(decoder.config, 3, 16), to_device(SlotTable(3, 1).rows)
-    pages = Pages.of(rows.positions + 1, 16)
+    pages = Pages.of(rows.positions + 1, 16, 3)
     return decode_step(ServedWeights.of(decoder), cache, rows, rows.budget == 0, pages)
 
 
