@@ -12,8 +12,9 @@ from tests.inference.test_model_runner import CompilationCounter
 from tests.inference.test_model_runner_decoding import FAMILIES, packed_logprobs
 
 from penstock.inference import GenerationRequest
-from penstock.inference.dispatch import SlotTable, to_device
+from penstock.inference.dispatch import to_device
 from penstock.inference.model_runner import ModelRunner, ModelSplit
+from penstock.inference.scheduler import SlotTable
 from penstock.model.arrays import digests_of
 from penstock.model.language import named_arrays
 from penstock.types import ConfigError, Decoding, WeightVersion

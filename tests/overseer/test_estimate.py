@@ -9,8 +9,9 @@ import pytest
 from penstock.batch import RowShape
 from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import ServedWeights, create_cache
-from penstock.inference.dispatch import SlotTable, to_device
+from penstock.inference.dispatch import to_device
 from penstock.inference.model_runner import ONE_DEVICE
+from penstock.inference.scheduler import SlotTable
 from penstock.learner import step
 from penstock.learner.config import LearnerConfig
 from penstock.learner.optimizer import applier, initial_state

@@ -3,7 +3,7 @@
 `ModelRunner.warm_up` compiles every shape that can occur, so that serving never compiles again; `begin` has each
 compiled when it is needed first, or when somebody asks for the rest. Which shape a request takes does not depend on
 what is compiled, so that neither does what comes out. One thread only writes weights and cache, on however many devices
-they lie; any other may `prepare` weights meanwhile. What runs when is decided in `penstock.inference.scheduler`.
+they lie; any other may `prepare` weights meanwhile. `penstock.inference.scheduler` decides what runs when.
 
 Programs (`penstock.inference.decoding`) are compiled once per shape and shared by every engine of the process; only the
 cache is donated, never weights. Prefill's attention is chosen by the rule of ``learner.attention: auto``. A decode step
@@ -16,8 +16,7 @@ attention heads with their part of the cache, some columns of the gated MLP, and
 of the vocabulary; norms and all that a request says are on every device. What is split by columns and then by rows
 needs one sum over the devices after attention and one after the MLP (Megatron-LM: Shoeybi et al. 2019,
 https://arxiv.org/abs/1909.08053); XLA puts them in from the placement alone. Scores are gathered, so every device draws
-the same tokens. Sums over devices are rounded in another order than on one; nothing else differs. Not covered: several
-machines, several meshes, splitting a head, key heads kept on more than one device.
+the same tokens. Only the order of sums differs. Not covered: several machines or meshes, splitting a head, copied heads.
 """
 
 import dataclasses

@@ -10,7 +10,8 @@ import pytest
 
 from penstock.batch import RowShape
 from penstock.inference.decoding import ServedWeights, create_cache, decode_step, prefill
-from penstock.inference.dispatch import SlotTable, to_device
+from penstock.inference.dispatch import to_device
+from penstock.inference.scheduler import SlotTable
 from penstock.learner import LearnerConfig
 from penstock.learner.losses import LossInputs, TokenLoss, policy_token_loss
 from penstock.learner.step import ForwardOptions, LossOptions, accumulate, empty_micro_batch, head_outputs, zeros

@@ -25,8 +25,8 @@ from jax.sharding import SingleDeviceSharding
 from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import Moves, ServedWeights, create_cache
 from penstock.inference.dispatch import to_device
-from penstock.inference.scheduler import SlotTable
 from penstock.inference.model_runner import ONE_DEVICE
+from penstock.inference.scheduler import SlotTable
 from penstock.learner import Learner, LearnerConfig
 from penstock.model.language import Decoder, ModelConfig
 from penstock.model.language.attention_choice import Platform, attention_kernel, platform_named
