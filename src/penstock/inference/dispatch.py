@@ -1,5 +1,6 @@
 """What one dispatch of decode steps is given and what it returns, on the device and in host memory."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

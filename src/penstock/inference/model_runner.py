@@ -16,7 +16,7 @@ attention heads with their part of the cache, some columns of the gated MLP, and
 of the vocabulary; norms and all that a request says are on every device. What is split by columns and then by rows
 needs one sum over the devices after attention and one after the MLP (Megatron-LM: Shoeybi et al. 2019,
 https://arxiv.org/abs/1909.08053); XLA puts them in from the placement alone. Scores are gathered, so every device draws
-the same tokens. Only the order of sums differs. Not covered: several machines or meshes, splitting a head, copied heads.
+the same tokens. Only the order of sums differs. Not covered: several machines, splitting a head, copied heads.
 """
 
 import dataclasses
