@@ -79,9 +79,9 @@ def test_what_two_versions_computed_is_not_kept(start_engine, decoder, make_deco
     engine, new = start_engine(decoder, shapes), make_decoder(7)
     decode, dispatches = engine._batch._runner.decode, []
 
-    def swapping(rows):
+    def swapping(*rows):
         dispatches.append(rows)
-        sampled = decode(rows)
+        sampled = decode(*rows)
         if len(dispatches) == 1:
             engine.set_weights(engine.version, new)  # by the same name: who drives a server names them later
         return sampled
