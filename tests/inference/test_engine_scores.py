@@ -52,7 +52,7 @@ def result(futures):
     return [future.result(WAIT_S) for future in futures]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.6])
 def test_scores_are_the_learners(engine, decoder, temperature):
     longest = text_of_length(64)
     expected, texts = learners(decoder, longest, temperature), [longest[:n] for n in (2, 16, 17, 18, 33, 64)]

@@ -187,7 +187,14 @@ def test_a_runs_first_weights_decode_all_rows(decoder, run):
     assert runner._decode_shape(one)[1] == (6 if run else 1)
 
 
-@pytest.mark.parametrize("lengths", [{3: 7}, {1: 140, 4: 3}, {0: 290, 1: 3, 2: 130, 5: 20}])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param({3: 7}, marks=pytest.mark.slow),
+        pytest.param({1: 140, 4: 3}, marks=pytest.mark.slow),
+        {0: 290, 1: 3, 2: 130, 5: 20},
+    ],
+)
 def test_few_rows_and_pages_sample_what_all_slots_sample(decoder, config, lengths):
     shapes = config.model_copy(update={"max_slots": 6, "max_seq_len": 300, "decode_rows": (1, 2), "windows": (300,)})
     found, rng = {}, np.random.default_rng(0)

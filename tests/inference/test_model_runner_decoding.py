@@ -30,7 +30,7 @@ FAMILIES = {
     ),
     "phi3, yarn": (1.0, (64,), {"model_type": "phi3", "rope_scaling": YARN}),
 }
-DEFAULT = tuple(FAMILIES)[:2]
+DEFAULT = tuple(FAMILIES)[:1]
 
 
 def packed_logprobs(decoder, completions, temperature):
