@@ -10,6 +10,7 @@ shapes, and what reading weights and cache once per step would take at the measu
 
 `--ratios` compares what single programs cost: processor time of this process, the least of interleaved rounds, as
 multiples of a decode step of all 32 slots after 40 tokens each. Ratios hold where other processes share the machine.
+Below that, a conversation of ten turns by an engine that goes on with what its slots hold, and by one that forgets.
 """
 
 import argparse
@@ -229,6 +230,48 @@ def print_ratios(repeats: int) -> None:
         print(f"{name:46s}{least[name] * 1e3:8.2f}{ratio:8.2f}{verdict}")
 
 
+TURNS, OPENING, ANSWER, REPLY = 10, 200, 16, 40
+
+
+def converse(engine: InferenceEngine, decoder: Decoder) -> tuple[float, float]:
+    """A conversation; padded tokens that it prefilled, and processor seconds."""
+    before, began = engine.stats()["inference/prefill_tokens_total"], time.process_time()
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, MODEL.vocab_size, OPENING).astype(np.int32)
+    decoding = Decoding(max_output_tokens=ANSWER, stop_token_ids=(MODEL.vocab_size,))
+    for turn in range(TURNS):
+        (answer,) = engine.submit([GenerationRequest(text, decoding, turn)])[0].result(600.0)
+        reply = rng.integers(0, MODEL.vocab_size, REPLY).astype(np.int32)
+        text = np.concatenate([text, answer.response_tokens, reply])
+    engine.set_weights(engine.version, decoder)  # the next one takes nothing from this
+    return engine.stats()["inference/prefill_tokens_total"] - before, time.process_time() - began
+
+
+def print_turns(repeats: int) -> None:
+    decoder = Decoder.initialise(MODEL, jax.random.key(0))
+    engines = {
+        forgets: InferenceEngine(decoder, WeightVersion(0, 1), NoText(), RATIO_SHAPES) for forgets in (False, True)
+    }
+    least = dict.fromkeys(engines, (0.0, float("inf")))
+    for forgets, engine in engines.items():
+        engine.forgets = forgets
+        engine.start(lazily=True)
+    for number in range(repeats + 1):
+        for forgets, engine in engines.items():
+            found = converse(engine, decoder)
+            if number:  # the first compiles
+                least[forgets] = min(least[forgets], found, key=lambda each: each[1])
+    print(f"\n{TURNS} turns of {ANSWER} tokens after {OPENING} tokens, with {REPLY} tokens between two")
+    print(f"{'':46s}{'prefilled':>10s}{'CPU ms':>8s}")
+    for forgets, name in ((False, "each prefills what is new"), (True, "each prefills everything")):
+        tokens, spent = least[forgets]
+        print(f"{name:46s}{tokens:10,.0f}{spent * 1e3:8.0f}")
+    (kept, kept_s), (whole, whole_s) = least[False], least[True]
+    print(f"{'ratio':46s}{kept / whole:10.2f}{kept_s / whole_s:8.2f}")
+    for engine in engines.values():
+        engine.stop(30.0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
@@ -237,7 +280,8 @@ def main() -> None:
     parser.add_argument("--ratios", action="store_true", help="what single programs cost, in decode steps")
     options = parser.parse_args()
     if options.ratios:
-        return print_ratios(options.repeats)
+        print_ratios(options.repeats)
+        return print_turns(options.repeats)
     decoder = Decoder.initialise(MODEL, jax.random.key(0))
     room = PROMPT_TOKENS + options.tokens
     tight, ready_s = started_engine(decoder, options.completions, 8, room)

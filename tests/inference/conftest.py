@@ -107,8 +107,9 @@ def start_engine(decoder: Decoder, codec: ByteCodec, config: EngineConfig) -> It
     """Starts engines, ready to serve; all of them are stopped at the end of the test."""
     engines: list[InferenceEngine] = []
 
-    def start(weights: Decoder = decoder, shapes: EngineConfig = config) -> InferenceEngine:
+    def start(weights: Decoder = decoder, shapes: EngineConfig = config, forgets: bool = False) -> InferenceEngine:
         engine = InferenceEngine(weights, WeightVersion(0, 0), codec, shapes)
+        engine.forgets = forgets
         engines.append(engine)
         engine.start()
         engine.wait_until_ready(READY_TIMEOUT_S)

@@ -130,7 +130,7 @@ def test_min_p_keeps_improbable_tokens_out_and_their_logprobs_as_they_are(engine
 
 def test_two_engines_agree_to_the_bit_on_one_submission(start_engine):
     requests = [request(prompt=range(60, 63 + 5 * i), seed=i, n=3, max_output_tokens=9 + i) for i in range(4)]
-    busy_before = start_engine()
+    busy_before = start_engine(forgets=True)
     answers(busy_before, request(prompt=[90] * 30, n=4), request(prompt=range(60, 63)))
     first, second = answers(busy_before, *requests), answers(start_engine(), *requests)
     for left, right in zip([c for g in first for c in g], [c for g in second for c in g], strict=True):

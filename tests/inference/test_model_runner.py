@@ -90,7 +90,7 @@ def test_an_engine_that_serves_at_once_compiles_what_is_asked_for_and_tells_each
     engine.compile_rest()
     engine.compile_rest()
     rest = list(told)  # ends: all are there
-    assert len(rest) == 15 - 6 - 2 == len(counter.names) and rest[-1].number == rest[-1].of == 15
+    assert len(rest) == 17 - 6 - 2 == len(counter.names) and rest[-1].number == rest[-1].of == 17
     counter.names = []
     futures = engine.submit([request(5, 3), request(50, 9, n=2, top_k=3), request(5, 6, seed=3), request(1, 60)])
     results = [future.result(WAIT_S) for future in futures]
@@ -130,7 +130,9 @@ def test_the_counter_sees_a_compilation(counter):
     assert counter.names != []
 
 
-def test_the_window_follows_the_longest_live_sequence(engine, config, monkeypatch):
+@pytest.mark.parametrize("forgets", [True, False])
+def test_the_window_follows_the_longest_sequence_that_is_live_or_kept(start_engine, monkeypatch, forgets):
+    engine = start_engine(forgets=forgets)
     windows, decode = [], engine._batch._runner.decode
     monkeypatch.setattr(
         engine._batch._runner, "decode", lambda *rows: (windows.append(engine._batch._runner.window), decode(*rows))[1]
@@ -139,7 +141,7 @@ def test_the_window_follows_the_longest_live_sequence(engine, config, monkeypatc
     assert windows == [16, 16, 16, 64, 64]  # positions 3…22, four a dispatch
     windows.clear()
     engine.submit([request(4, 4)])[0].result(WAIT_S)
-    assert windows == [16]
+    assert windows == [16 if forgets else 64]
 
 
 def rows_of(lengths, slots=6, budget=9):
@@ -160,12 +162,20 @@ def test_the_program_of_a_dispatch_is_chosen_by_what_is_live_alone(decoder, conf
             "pages",
         )
     assert runner._decode_shape(rows_of(dict.fromkeys(range(3), 9))) == ("decode, window 128", 6, "dense")
-    runner.resize(300)  # pages of 128: 18 in all
+    runner.resize(300)  # pages of 64: 30 in all
     ragged = {0: 290, **dict.fromkeys(range(1, 6), 9)}
     assert runner._decode_shape(rows_of(ragged)) == ("decode, 6 rows by pages, window 300", 6, "pages")
-    assert runner._decode_shape(rows_of(ragged | {1: 130})) == ("decode, 6 rows by pages, window 300", 6, "pages")
-    assert runner._decode_shape(rows_of(ragged | {1: 125})) == ("decode, 6 rows by pages, window 300", 6, "pages")
-    assert runner._decode_shape(rows_of(ragged | {1: 130, 2: 128})) == ("decode, window 300", 6, "dense")
+    assert runner._decode_shape(rows_of(ragged | {1: 290, 2: 60})) == (
+        "decode, 6 rows by pages, window 300",
+        6,
+        "pages",
+    )
+    assert runner._decode_shape(rows_of(ragged | {1: 290, 2: 61})) == (
+        "decode, 6 rows by pages, window 300",
+        6,
+        "pages",
+    )
+    assert runner._decode_shape(rows_of(ragged | {1: 290, 2: 125})) == ("decode, window 300", 6, "dense")
 
 
 @pytest.mark.parametrize("run", [True, False])
@@ -234,7 +244,8 @@ def test_warm_up_leaves_the_smallest_window_and_touches_no_slot(decoder, config)
     programs = list(runner.warm_up(SlotTable(config.max_slots, config.max_stop_token_ids).rows))
     assert runner.window == 16
     names = [program.name.partition(",")[0] for program in programs]
-    # Prefills are of no window, and small enough for one number of rows; what they made is inserted into either.
-    assert Counter(names) == {"decode": 4, "fork": 2, "resize": 2, "prefill": 2, "insert": 3, "digests": 2}
-    assert [(program.number, program.of) for program in programs] == [(number, 15) for number in range(1, 16)]
+    # Prefills are of no window, and small enough for one number of rows; what they made is inserted into either. One
+    # more for each window adds to what is cached.
+    assert Counter(names) == {"decode": 4, "fork": 2, "resize": 2, "prefill": 4, "insert": 3, "digests": 2}
+    assert [(program.number, program.of) for program in programs] == [(number, 17) for number in range(1, 18)]
     assert all(float(np.abs(np.asarray(a)).max()) == 0 for a in (*runner._cache.keys, *runner._cache.values))

@@ -55,7 +55,7 @@ def test_insert_gives_all_samples_of_a_prompt_the_same_row_and_leaves_the_rest()
 def test_long_prompts_are_copied_by_pages_the_last_of_which_may_be_short():
     before, rows = numbered(2, 300).keys[1], -numbered(1, 290).keys[1]
     moves = Moves.of({1: (0, 290)}, 2, 290)
-    assert int(moves.count) == 3 and moves.starts.tolist() == [0, 128, 256, 0, 0, 0]
+    assert int(moves.count) == 5 and moves.starts.tolist() == [0, 64, 128, 192, 256, 0, 0, 0, 0, 0]
     expected = np.array(before)
     expected[1, :, :290] = rows[0]
     np.testing.assert_array_equal(insert(before, rows, moves), expected)
@@ -65,7 +65,7 @@ def test_fork_copies_the_pages_that_are_asked_for_and_nothing_else():
     before = numbered(3, 300).keys[0]
     after = fork(before, Moves.of({1: (0, 129), 2: (0, 5)}, 3, 300))
     expected = np.array(before)
-    expected[1, :, :256], expected[2, :, :128] = expected[0, :, :256], expected[0, :, :128]
+    expected[1, :, :192], expected[2, :, :64] = expected[0, :, :192], expected[0, :, :64]
     np.testing.assert_array_equal(after, expected)
     np.testing.assert_array_equal(fork(before, Moves.of({}, 3, 300)), before)
 

@@ -188,7 +188,7 @@ def test_one_thread_writes_and_counts_and_compiles_nothing_when_ready(make_decod
 
 
 def test_the_same_submission_is_reproduced_to_the_last_bit(make_decoder, start_engine, split):
-    engine = start_engine(make_decoder(3), split)
+    engine = start_engine(make_decoder(3), split, forgets=True)
     first, second = generate(engine, requests()), generate(engine, requests())
     for left, right in zip(first, second, strict=True):
         np.testing.assert_array_equal(left.response_tokens, right.response_tokens)

@@ -24,6 +24,7 @@ from penstock.overseer.estimate import (
     attention_bytes,
     base_bytes,
     bytes_text,
+    chunk_temporaries,
     estimate_memory,
     gradient_temporaries,
     kv_cache_bytes,
@@ -279,6 +280,25 @@ def test_prefill_and_decoding_take_what_the_compiler_allots(shapes):
     held = estimate.engine_bytes // 2 + kv_cache_bytes(model, rows, length)
     close = CLOSE if model.dtype == "float32" else 0.2
     assert held + prefill_temporaries(model, rows, length) == pytest.approx(prefilling, rel=close)
+    chunk, zero = jax.ShapeDtypeStruct((128,), jnp.int32), jnp.int32(0)
+    extending = peak_bytes(run.extend.lower(weights, cache, chunk, zero, zero))
+    held = estimate.engine_bytes // 2 + estimate.kv_cache_bytes // 2
+    chunk_bytes = max(chunk_temporaries(model, 128, sizes["window"]), copies)
+    assert held + chunk_bytes == pytest.approx(extending, rel=close)
+
+
+def test_long_prompts_take_a_chunk_of_memory_where_they_go_by_chunks():
+    model = MODEL.model_copy(update={"intermediate_size": 4096})
+
+    def prefilled(on_cpu, **fields):
+        engine = EngineConfig(max_seq_len=4096, prefill_chunk=128, **fields)
+        found = estimate_memory(model, engine, LearnerConfig(), on_cpu).attention_bytes
+        return found - gradient_temporaries(model, LearnerConfig(), on_cpu)["attention"]
+
+    whole = prefill_temporaries(model, 1, 4094)
+    assert prefilled(True) == max(chunk_temporaries(model, 128, 4096), prefill_temporaries(model, 4, 256)) < whole / 2
+    assert prefilled(True, model_parallel=2) == whole
+    assert prefilled(False) == prefill_temporaries(model, 1, 4094, on_cpu=False)
 
 
 @pytest.mark.parametrize(

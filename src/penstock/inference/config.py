@@ -37,7 +37,9 @@ class EngineConfig(BaseModel):
         prefill_tokens: Most padded tokens in one prefill, so that long prompts go in fewer rows.
         prefill_chunk: Tokens of a long prompt that are prefilled between two dispatches, so that others go on
             meanwhile; one that would be padded to at most twice as many is prefilled whole. On one CPU; other devices
-            prefill every prompt whole. Texts that are scored (`InferenceEngine.score`) go in such chunks everywhere.
+            prefill every prompt whole. What is added to a prompt whose beginning is cached goes in as many at a time,
+            or, at its end, in a quarter of them. Texts that are scored (`InferenceEngine.score`) go in such chunks
+            everywhere.
         prefill_lengths: Lengths that prompts are padded to, ascending; None chooses powers of four up to half of the
             largest possible prompt, which is always added.
         decode_rows: Rows that a decode step may have, ascending: the fewest that hold all live responses. None chooses
@@ -88,10 +90,31 @@ class EngineConfig(BaseModel):
         longest = max(self.max_seq_len - 2, 1)
         return _buckets(self.prefill_lengths, SHORTEST_PREFILL, 4, longest, longest // 2)
 
+    def padded_length(self, prompt_tokens: int) -> int:
+        """The length that a prompt's prefill is padded to; its last token is not prefilled."""
+        return next(length for length in self.prefill_buckets if length >= prompt_tokens - 1)
+
     @property
     def window_buckets(self) -> tuple[int, ...]:
         """Cache lengths, ascending; the last is `max_seq_len`."""
         return _buckets(self.windows, SMALLEST_WINDOW, 2, self.max_seq_len, self.max_seq_len - 1)
+
+    @property
+    def longest_whole(self) -> int:
+        """Where prompts go by chunks: those of a greater padded length do."""
+        return 2 * self.prefill_chunk
+
+    @property
+    def chunk_buckets(self) -> tuple[int, ...]:
+        """Padded lengths of what is added to a cached text, ascending; the last is `prefill_chunk`."""
+        return tuple(sorted({max(1, self.prefill_chunk // 4), self.prefill_chunk}))
+
+    def pieces(self, tokens: int) -> tuple[int, ...]:
+        """The padded lengths in which so many tokens are added to a cached text."""
+        small, chunk = self.chunk_buckets[0], self.prefill_chunk
+        whole, rest = divmod(tokens, chunk)
+        few = -(-rest // small)
+        return (chunk,) * whole + ((chunk,) if few * small >= chunk else (small,) * few)
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:

@@ -211,14 +211,15 @@ def decode(
     Args:
         weights: Those that are served.
         cache: The entries of all slots.
-        rows: One per slot and in their order for ``dense``; any slots, each once, for ``pages``.
+        rows: One per slot and in their order for ``dense``; any slots, each once, for ``pages``, and where they are
+            all, in order.
         steps: At most so many in one dispatch.
         kernel: What computes attention.
         alternatives: How many of the most probable tokens are recorded at each step.
     """
     count = rows.tokens.shape[0]
     reach = jnp.where(rows.budget > 0, rows.positions + jnp.minimum(rows.budget, steps), 0)
-    pages = Pages.of(reach, cache.window) if kernel == "pages" else None
+    pages = Pages.of(reach, cache.window, cache.slots) if kernel == "pages" else None
 
     def unfinished(progress: _Progress) -> Bool[Array, ""]:
         return (progress.step < steps) & jnp.any(progress.live)

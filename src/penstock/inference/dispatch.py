@@ -1,6 +1,7 @@
 """What one dispatch of decode steps is given and what it returns, on the device and in host memory."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -119,3 +120,59 @@ def to_host(emitted: DeviceSamples, chosen: np.ndarray, slots: int) -> HostSampl
     for whole, part in zip(found, fetched, strict=True):
         whole[..., chosen] = part
     return HostSamples(*found)
+
+
+class PrefixIndex:
+    """Knows which texts the cache holds, slot by slot, under the weights that are served."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, np.ndarray] = {}
+        self._used: dict[int, int] = defaultdict(int)
+        self._clock = 0
+
+    def begin(self, slot: int, held: np.ndarray) -> None:
+        """The slot is given to another response, and of what it held only this stays."""
+        self._held[slot] = held
+        self.touch(slot)
+
+    def note(self, slot: int, held: np.ndarray) -> None:
+        """The slot of a response holds this now, unless what it was given for is forgotten."""
+        if slot in self._held:
+            self._held[slot] = held
+            self.touch(slot)
+
+    def touch(self, slot: int) -> None:
+        """Nothing was used later."""
+        self._clock += 1
+        self._used[slot] = self._clock
+
+    def common(self, slot: int, text: np.ndarray) -> int:
+        """How many tokens of that beginning the slot holds."""
+        held = self._held.get(slot, text[:0])
+        differ = held[: len(text)] != text[: len(held)]
+        return int(differ.argmax()) if differ.any() else len(differ)
+
+    def longest(self, text: np.ndarray) -> tuple[int, int]:
+        """The first slot that holds the most tokens of that beginning, and how many; −1 where none holds any."""
+        found = max(((self.common(slot, text), -slot) for slot in self._held), default=(0, 1))
+        return (-found[1], found[0]) if found[0] else (-1, 0)
+
+    def home(self, text: np.ndarray, free: Sequence[int]) -> int | None:
+        """The free slot in which that text can go on with at least half of what is there, and how much that is."""
+        shared = {slot: self.common(slot, text) for slot in free if slot in self._held}
+        fits = [slot for slot, common in shared.items() if 0 < len(self._held[slot]) <= 2 * common]
+        return max(fits, key=lambda slot: (shared[slot], -slot), default=None)
+
+    def oldest(self, free: Sequence[int]) -> int:
+        """The slot of which least is lost."""
+        return min(free, key=lambda slot: (slot in self._held, self._used[slot], slot))
+
+    @property
+    def reach(self) -> int:
+        """Positions of the longest text."""
+        return max(map(len, self._held.values()), default=0)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._held.clear()
+        self._used.clear()

@@ -2,8 +2,8 @@
 
 Each turn of the loop takes new weights, admits waiting requests into free slots, runs one dispatch of several
 decode steps, and completes what ended. Requests join and leave only between dispatches, and weights change only
-there, so every token has exactly one version. Given one `submit` into an idle engine, everything that follows is a
-function of that submission and the weights.
+there, so every token has exactly one version. Given one `submit` into an idle engine that forgets, everything that
+follows is a function of that submission and the weights; any other takes from its cache what a prompt begins with.
 
 An exception in the thread fails every pending future and is raised again by the next call. Not covered: paging of
 memory.
@@ -66,6 +66,9 @@ class InferenceEngine:
         name: Said by every completion; unique in the run, so that a replaced server is another one.
         begun: Has `first_programs` compiled already, or begun; for an engine that is started lazily.
 
+    Attributes:
+        forgets: Whether nothing shares the cache of what was generated before an idle engine's next submission.
+
     Raises:
         ConfigError: the sequence length exceeds what the model is meant for.
     """
@@ -81,6 +84,7 @@ class InferenceEngine:
     ) -> None:
         check_length(decoder.config, config)
         self._tokenizer, self._config, self._name = tokenizer, config, name
+        self.forgets = False
         self._vocab_size = decoder.config.vocab_size
         self._signature = structure_of(decoder)
         self._meter = ThroughputMeter()
@@ -200,7 +204,7 @@ class InferenceEngine:
         responses = [Response.of(p, i, self._tokenizer) for p in pending for i in range(p.request.n)]
         with self._changed:
             self._refuse_if_ended()
-            self._fresh_start |= self._open_responses == 0
+            self._fresh_start |= self.forgets and self._open_responses == 0
             self._open_responses += len(responses)
             if first:
                 self._waiting.extendleft(reversed(responses))

@@ -52,6 +52,7 @@ class HttpServer:
     ) -> None:
         _check_certificate(tls_cert, tls_key)
         self._socket = _listen(host, port)
+        self._port: int = self._socket.getsockname()[1]
         self._host, self._scheme = host, "http" if tls_cert is None else "https"
         self._settled = threading.Event()
         self._failure: BaseException | None = None
@@ -78,7 +79,7 @@ class HttpServer:
     def url(self) -> str:
         """Where it listens, for example ``http://127.0.0.1:8000``."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{self._scheme}://{host}:{self._socket.getsockname()[1]}"
+        return f"{self._scheme}://{host}:{self._port}"
 
     def start(self, timeout_s: float = 10.0) -> None:
         """Starts the thread and returns when it accepts connections.

@@ -47,7 +47,7 @@ class ThroughputMeter:
         self._lock = threading.Lock()
         self._totals = {"tokens_total": 0.0, "prefill_tokens_total": 0.0, "prompts_total": 0.0}
         self._totals |= {"responses_total": 0.0, "dispatches_total": 0.0, "weight_swaps_total": 0.0}
-        self._totals |= {"prefix_hits_total": 0.0, "scored_tokens_total": 0.0}
+        self._totals |= {"prefix_hits_total": 0.0, "prefix_tokens_total": 0.0, "scored_tokens_total": 0.0}
         self._latencies = {name: LatencyHistogram() for name in LATENCIES}
         self._busy_s = 0.0
         self._recent: deque[tuple[float, float, int]] = deque()

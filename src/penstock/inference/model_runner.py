@@ -3,7 +3,7 @@
 `ModelRunner.warm_up` compiles every shape that can occur, so that serving never compiles again; `begin` has each
 compiled when it is needed first, or when somebody asks for the rest. Which shape a request takes does not depend on
 what is compiled, so that neither does what comes out. One thread only writes weights and cache, on however many devices
-they lie; any other may `prepare` weights meanwhile. What runs when is decided in `penstock.inference.scheduler`.
+they lie; any other may `prepare` weights meanwhile. `penstock.inference.scheduler` decides what runs when.
 
 Programs (`penstock.inference.decoding`) are compiled once per shape and shared by every engine of the process; only the
 cache is donated, never weights. Prefill's attention is chosen by the rule of ``learner.attention: auto``. A decode step
@@ -16,8 +16,7 @@ attention heads with their part of the cache, some columns of the gated MLP, and
 of the vocabulary; norms and all that a request says are on every device. What is split by columns and then by rows
 needs one sum over the devices after attention and one after the MLP (Megatron-LM: Shoeybi et al. 2019,
 https://arxiv.org/abs/1909.08053); XLA puts them in from the placement alone. Scores are gathered, so every device draws
-the same tokens. Sums over devices are rounded in another order than on one; nothing else differs. Not covered: several
-machines, several meshes, splitting a head, key heads kept on more than one device.
+the same tokens. Only the order of sums differs. Not covered: several machines, splitting a head, copied heads.
 """
 
 import dataclasses
@@ -305,15 +304,17 @@ class ModelRunner:
     @property
     def whole(self) -> int | None:
         """Prompts whose padded length is greater are prefilled by `extend`, chunk by chunk; None: no prompt."""
-        return 2 * self._config.prefill_chunk if self._by_pages else None
+        return self._config.longest_whole if self._by_pages else None
 
     def extend(self, tokens: Int32[np.ndarray, " length"], slot: int, start: int) -> None:
-        """Adds up to a chunk of a prompt to what its slot holds, from that position on."""
-        chunk = self._config.prefill_chunk
-        self._need(_EXTEND.format(chunk, self.window))
-        padded = jax.device_put(np.pad(tokens, (0, chunk - len(tokens))))
-        place = jax.device_put(np.int32(slot)), jax.device_put(np.int32(start))
-        self._cache = self._programs.extend(self._weights, self._cache, padded, *place)
+        """Adds tokens of a prompt to what its slot holds, from that position on."""
+        for size in self._config.pieces(len(tokens)):
+            piece, tokens = tokens[:size], tokens[size:]
+            self._need(_EXTEND.format(size, self.window))
+            padded = jax.device_put(np.pad(piece, (0, size - len(piece))))
+            place = jax.device_put(np.int32(slot)), jax.device_put(np.int32(start))
+            self._cache = self._programs.extend(self._weights, self._cache, padded, *place)
+            start += size
 
     @property
     def _platform(self) -> Platform:
@@ -337,7 +338,7 @@ class ModelRunner:
         slots = self._config.max_slots
         yield _DECODE.format(window), slots, "dense"
         for rows in self._config.decode_buckets if self._by_pages else ():
-            if rows < slots or window > page_positions(window):
+            if rows < slots or window > 2 * page_positions(window):
                 yield _PAGES.format(rows, window), rows, "pages"
 
     def _decode_shape(self, rows: HostRows) -> tuple[str, int, DecodeKernel]:
@@ -349,7 +350,7 @@ class ModelRunner:
         size = page_positions(window)
         reach = (rows["positions"] + np.minimum(rows["budget"], self._steps))[live]
         filled, whole = int((-(-reach // size)).sum()), -(-window // size) * slots
-        if count == slots and (2 * filled > whole or window == size or not self._by_pages):
+        if count == slots and (2 * filled > whole or window <= 2 * size or not self._by_pages):
             return _DECODE.format(window), slots, "dense"
         return _PAGES.format(count, window), count, "pages"
 
@@ -550,10 +551,10 @@ class ModelRunner:
                 found[_INSERT.format(count, length, window)] = functools.partial(
                     run.insert.lower, cache.keys[0], prefilled.keys[0], Moves.of({}, config.max_slots, length)
                 )
-            if self._extends(window):
-                tokens, zero = np.zeros(config.prefill_chunk, np.int32), np.int32(0)
+            for size in self._extensions(window):
+                tokens, zero = np.zeros(size, np.int32), np.int32(0)
                 lower = functools.partial(run.extend.lower, weights, cache, tokens, zero, zero)
-                found[_EXTEND.format(config.prefill_chunk, window)] = lower
+                found[_EXTEND.format(size, window)] = lower
             found[_FORK.format(window)] = functools.partial(
                 run.fork.lower, cache.keys[0], Moves.of({}, config.max_slots, window)
             )
@@ -583,9 +584,9 @@ class ModelRunner:
             for rows, length in self._prefill_shapes(window):
                 prefill = functools.partial(self.prefill, np.zeros((rows, length), np.int32), nowhere)
                 yield f"prefill, {rows} × {length} prompt tokens, window {window}", prefill
-            if self._extends(window):
-                extend = functools.partial(self.extend, np.zeros(1, np.int32), slots, 0)
-                yield _EXTEND.format(self._config.prefill_chunk, window), extend
+            for size in self._extensions(window):
+                extend = functools.partial(self.extend, np.zeros(size, np.int32), slots, 0)
+                yield _EXTEND.format(size, window), extend
         yield "digests", self._weights.digests
 
     def _prefill_shapes(self, window: int) -> Iterator[tuple[int, int]]:
@@ -593,7 +594,7 @@ class ModelRunner:
             if length <= min(window, self.whole or window):
                 yield from ((rows, length) for rows in self._config.prefill_row_counts(length))
 
-    def _extends(self, window: int) -> bool:
-        """Whether prompts that are prefilled by chunks fit into that window."""
-        buckets, whole = self._config.prefill_buckets, self.whole
-        return whole is not None and buckets[-1] > whole and window > max([0, *(b for b in buckets if b <= whole)])
+    def _extensions(self, window: int) -> Iterator[int]:
+        """Padded lengths of what is added to cached texts of that window: those that whole prefill could be longer."""
+        longest = self._config.padded_length(min(window, self._config.max_seq_len - 1))
+        return (size for size in self._config.chunk_buckets if size < longest)

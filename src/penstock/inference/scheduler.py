@@ -1,12 +1,14 @@
 """Continuous batching: which responses run in which slots, how they are admitted, decoded and released.
 
 `RunningBatch` joins the slots (host) with the model runner (device). Only the engine's thread uses it, but for
-`prepare`; it knows no queue, lock or future. A free slot that holds the response's prompt is taken first, else the
-lowest free one, so that placement depends on nothing but what runs and what ran since the engine was idle.
+`prepare`; it knows no queue, lock or future.
 
-A prompt's cache may be shared by every response to the same prompt under the same weights: the samples of one
-request, or of several. Sharing never crosses a weight version, and the prefix index is cleared when the engine is idle,
-so that what an idle engine does with a submission depends on the submission alone.
+What a slot holds of prompt and response stays there when the response has ended, until the slot is needed: those that
+hold nothing are taken first, then the one that was used longest ago. A prompt that begins with the same tokens, be it
+of the same request or the next turn of a conversation, takes what there is of them and prefills only the rest: in the
+slot that holds them where it goes on with what is there, else in a copy. Tokens are compared one by one: a template
+that rewrites what was said before shares what stands before the change. Nothing is shared across a weight version:
+what a slot holds is forgotten with the weights that made it.
 """
 
 import time
@@ -19,7 +21,7 @@ import numpy as np
 
 from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import ServedWeights
-from penstock.inference.dispatch import HostRows, HostSamples
+from penstock.inference.dispatch import HostRows, HostSamples, PrefixIndex
 from penstock.inference.meter import ThroughputMeter
 from penstock.inference.model_runner import ModelRunner
 from penstock.inference.sequence import Response, Scoring
@@ -36,26 +38,9 @@ class Prefill:
     source: np.ndarray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AdmissionPlan:
-    """What has to run before newly assigned slots can decode.
-
-    Attributes:
-        fork: By slot: the slot whose cache it takes, and how many entries; none of these is written to before.
-        prefills: In order.
-        long: Prompts that are prefilled by chunks, with their slots.
-        hits: Responses whose prompt was cached.
-    """
-
-    fork: dict[int, tuple[int, int]]
-    prefills: tuple[Prefill, ...]
-    long: tuple["Filling", ...]
-    hits: int
-
-
 @dataclass(slots=True, eq=False)
 class Filling:
-    """A long prompt on its way into the cache; its slots do not decode before it is there.
+    """A text on its way into the cache by chunks; its slots do not decode before it is there.
 
     Attributes:
         text: Whose last token is decoded.
@@ -69,39 +54,31 @@ class Filling:
     version: WeightVersion
     done: int = 0
 
+    @property
+    def rest(self) -> np.ndarray:
+        """Tokens that are not in the cache yet."""
+        return self.text[self.done : -1]
 
-class PrefixIndex:
-    """Knows in which slot the cache of a prompt lies. Cleared whenever weights change or the cache shrinks."""
 
-    def __init__(self) -> None:
-        self._slots_of: dict[bytes, set[int]] = defaultdict(set)
-        self._prompt_in: dict[int, bytes] = {}
+@dataclass(frozen=True, slots=True, eq=False)
+class AdmissionPlan:
+    """What has to run before newly assigned slots can decode.
 
-    def find(self, prompt: np.ndarray) -> list[int]:
-        """The slots that hold this prompt's cache, ascending."""
-        return sorted(self._slots_of.get(prompt.tobytes(), ()))
+    Attributes:
+        fork: By slot: the slot whose cache it takes, and how many entries; none of these is written to before.
+        prefills: In order.
+        short: Texts that are cached but for their end, which is added at once.
+        long: Those that go by chunks between dispatches.
+        hits: Responses whose prompt, or its beginning, was cached.
+        cached: Tokens that these need not prefill.
+    """
 
-    def overwrite(self, slot: int, prompt: np.ndarray) -> bool:
-        """The slot is going to hold this prompt's cache, and no longer another's; whether it does so already."""
-        held = self._prompt_in.get(slot)
-        if slot in self._slots_of.get(prompt.tobytes(), ()):
-            return True
-        if held is not None:
-            self._slots_of[held].discard(slot)
-            if not self._slots_of[held]:
-                del self._slots_of[held]
-        self._prompt_in[slot] = prompt.tobytes()
-        return False
-
-    def note(self, slot: int, prompt: np.ndarray) -> None:
-        """The slot holds now what it was going to hold, unless that was forgotten meanwhile."""
-        if self._prompt_in.get(slot) == prompt.tobytes():
-            self._slots_of[prompt.tobytes()].add(slot)
-
-    def clear(self) -> None:
-        """Drops every entry."""
-        self._slots_of.clear()
-        self._prompt_in.clear()
+    fork: dict[int, tuple[int, int]]
+    prefills: tuple[Prefill, ...]
+    short: tuple[Filling, ...] = ()
+    long: tuple[Filling, ...] = ()
+    hits: int = 0
+    cached: int = 0
 
 
 def plan_admission(
@@ -117,29 +94,53 @@ def plan_admission(
 
     Args:
         assigned: Free slots, and the response that each is given to.
-        prefixes: Which slots hold which prompts.
+        prefixes: Which slots hold which texts.
         config: Shapes and limits of the engine.
         version: Of the weights that prefill.
         whole: `ModelRunner.whole`.
     """
+    texts = {response.prompt.tobytes(): response.prompt for _, response in assigned}
+    slots_of: dict[bytes, list[int]] = defaultdict(list)
+    for slot, response in assigned:
+        text = response.prompt[:-1]
+        common = _worthwhile(prefixes.common(slot, text), len(text), config, whole)
+        prefixes.begin(slot, text[:common])
+        if common < len(text):
+            slots_of[response.prompt.tobytes()].append(slot)
     fork: dict[int, tuple[int, int]] = {}
-    fresh: dict[bytes, list[int]] = defaultdict(list)
-    prompts: dict[bytes, np.ndarray] = {}
-    missing = [(slot, response.prompt) for slot, response in assigned if not prefixes.overwrite(slot, response.prompt)]
-    for slot, prompt in missing:
-        donors = prefixes.find(prompt)
-        if len(prompt) > 1 and donors:
-            fork[slot] = donors[0], len(prompt) - 1
-        elif len(prompt) > 1:
-            fresh[prompt.tobytes()].append(slot)
-            prompts[prompt.tobytes()] = prompt
-    prefills, long = _divided(prompts, fresh, config, version, whole)
+    fillings: list[Filling] = []
+    fresh: dict[bytes, np.ndarray] = {}
+    for key, slots in slots_of.items():
+        text = texts[key][:-1]
+        donor, most = prefixes.longest(text)
+        common = _worthwhile(most, len(text), config, whole)
+        if common == len(text):
+            fork |= dict.fromkeys(slots, (donor, common))
+        elif common:
+            slots.sort(key=lambda slot: slot != donor)
+            fork |= {} if slots[0] == donor else {slots[0]: (donor, common)}
+            fillings.append(Filling(texts[key], slots, version, common))
+        else:
+            fresh[key] = texts[key]
+    prefills, long = _divided(fresh, slots_of, config, version, whole)
+    short = [f for f in fillings if whole is None or sum(config.pieces(len(f.rest))) <= whole]
+    long += tuple(filling for filling in fillings if filling not in short)
     later = {slot for filling in long for slot in filling.slots}
-    for slot, prompt in missing:
+    for slot, response in assigned:
         if slot not in later:
-            prefixes.note(slot, prompt)
-    hits = sum(len(response.prompt) > 1 for _, response in assigned) - sum(map(len, fresh.values()))
-    return AdmissionPlan(fork, prefills, long, hits)
+            prefixes.note(slot, response.prompt[:-1])
+    prefilled = {slot for key in fresh for slot in slots_of[key]}
+    partly = {slot: filling.done for filling in fillings for slot in filling.slots}
+    hits = [partly.get(s, len(r.prompt) - 1) for s, r in assigned if s not in prefilled and len(r.prompt) > 1]
+    return AdmissionPlan(fork, prefills, tuple(short), long, len(hits), sum(hits))
+
+
+def _worthwhile(common: int, text: int, config: EngineConfig, whole: int | None) -> int:
+    """How much of what is held of a text of so many tokens is used: all of it, or nothing where that saves nothing."""
+    padded = config.padded_length(text + 1)
+    alone = sum(config.pieces(text)) if whole is not None and padded > whole else padded
+    rest = sum(config.pieces(text - common))
+    return common if rest < min(alone, sum(config.pieces(text))) else 0
 
 
 def _divided(
@@ -150,7 +151,7 @@ def _divided(
     whole: int | None,
 ) -> tuple[tuple[Prefill, ...], tuple[Filling, ...]]:
     """Those that are prefilled at once, and those by chunks."""
-    long = [key for key, text in texts.items() if whole is not None and padded_length(len(text), config) > whole]
+    long = [key for key, text in texts.items() if whole is not None and config.padded_length(len(text)) > whole]
     short = {key: text for key, text in texts.items() if key not in long}
     fillings = (Filling(texts[key], slots_of[key], version) for key in long)
     return _batch(short, slots_of, config), tuple(fillings)
@@ -162,7 +163,7 @@ def _batch(
     """Prompts of like padded length together, in order of arrival, as many as a prefill has rows."""
     by_length: dict[int, list[bytes]] = defaultdict(list)
     for key, prompt in prompts.items():
-        by_length[padded_length(len(prompt), config)].append(key)
+        by_length[config.padded_length(len(prompt))].append(key)
     prefills: list[Prefill] = []
     for length in sorted(by_length):
         keys, rows = by_length[length], config.prefill_row_counts(length)[-1]
@@ -180,11 +181,6 @@ def _prefill(rows: list[tuple[np.ndarray, list[int]]], length: int, config: Engi
         tokens[row, : len(prompt) - 1] = prompt[:-1]
         source[slots] = row
     return Prefill(tokens, source)
-
-
-def padded_length(prompt_tokens: int, config: EngineConfig) -> int:
-    """The length that a prompt's prefill is padded to; its last token is not prefilled."""
-    return next(length for length in config.prefill_buckets if length >= prompt_tokens - 1)
 
 
 WORD_BITS = 32
@@ -242,9 +238,10 @@ class SlotTable:
             if response is not None:
                 yield slot, response
 
-    def first_free(self, slots: Sequence[int]) -> int | None:
-        """The first of these without a response."""
-        return next((slot for slot in slots if self._responses[slot] is None), None)
+    @property
+    def unoccupied(self) -> list[int]:
+        """Slots without a response, ascending."""
+        return list(self._free)
 
     def assign(self, response: Response, wanted: int | None = None) -> int:
         """Puts a response that has not begun into that slot, or into the lowest free one."""
@@ -316,6 +313,7 @@ class RunningBatch:
         self._runner = ModelRunner(decoder, config)
         self._slots = SlotTable(config.max_slots, config.max_stop_token_ids)
         self._prefixes = PrefixIndex()
+        self._version: WeightVersion | None = None
         self._fillings: deque[Filling] = deque()
 
     @property
@@ -366,7 +364,7 @@ class RunningBatch:
         return self._runner.weights
 
     def load(self, weights: ServedWeights) -> None:
-        """Serves these from the next program on; prompts cached before are not shared any more."""
+        """Serves these from the next program on; what others have cached is not shared any more."""
         self._runner.load(weights)
         self._prefixes.clear()
         self._meter.add(weight_swaps=1)
@@ -381,6 +379,9 @@ class RunningBatch:
         """
         if fresh_start:
             self._prefixes.clear()
+        if version != self._version:  # the same weights by another name, too
+            self._prefixes.clear()
+        self._version = version
         assigned = self._place(arrivals)
         admission = plan_admission(assigned, self._prefixes, self._config, version, self._runner.whole)
         self._hold(admission.long)
@@ -391,16 +392,23 @@ class RunningBatch:
         self._meter.add_waits(arrivals)
 
     def _place(self, arrivals: Sequence[Response]) -> list[tuple[int, Response]]:
-        """Into the slots that hold their prompts, then into others: so none is overwritten that another could use."""
+        """Into slots that they can go on in, then into others, those last that hold what somebody could use."""
         placed: list[tuple[int, Response]] = []
         rest: list[Response] = []
         for response in arrivals:
-            slot = self._slots.first_free(self._prefixes.find(response.prompt))
+            slot = self._prefixes.home(response.prompt[:-1], self._slots.unoccupied)
             if slot is None:
                 rest.append(response)
             else:
                 placed.append((self._slots.assign(response, slot), response))
-        return placed + [(self._slots.assign(response), response) for response in rest]
+        for response in rest:
+            donor, common = self._prefixes.longest(response.prompt[:-1])
+            if common:
+                self._prefixes.touch(donor)
+        for response in rest:
+            slot = self._prefixes.oldest(self._slots.unoccupied)
+            placed.append((self._slots.assign(response, slot), response))
+        return placed
 
     def recompute(self, version: WeightVersion) -> None:
         """The cache of all that runs is computed anew, under these weights.
@@ -419,7 +427,7 @@ class RunningBatch:
                 response.prefilled_by = version
         self._fillings.clear()
         prefills, long = _divided(texts, slots, self._config, version, self._runner.whole)
-        admission = AdmissionPlan({}, prefills, long, hits=0)
+        admission = AdmissionPlan({}, prefills, long=long)
         self._hold(long)
         self._fit_window(admission, fresh_start=False)
         self._fill(admission)
@@ -444,18 +452,22 @@ class RunningBatch:
         if not self._fillings:
             return
         filling, chunk = self._fillings[0], self._config.prefill_chunk
-        needed, first = len(filling.text) - 1, filling.slots[0]
-        self._runner.extend(filling.text[filling.done : min(filling.done + chunk, needed)], first, filling.done)
-        self._meter.add(prefill_tokens=chunk)
-        filling.done += chunk
-        if filling.done < needed:
+        self._add(filling, filling.rest[:chunk])
+        if len(filling.rest):
             return
         self._fillings.popleft()
-        if len(filling.slots) > 1:
-            self._runner.fork({slot: (first, needed) for slot in filling.slots[1:]})
         for slot in filling.slots:
             self._slots.begin(slot)
-            self._prefixes.note(slot, filling.text)
+            self._prefixes.note(slot, filling.text[:-1])
+
+    def _add(self, filling: Filling, tokens: np.ndarray) -> None:
+        """Adds the next tokens of a text to the cache; its other slots take it when it is whole."""
+        first, *others = filling.slots
+        self._runner.extend(tokens, first, filling.done)
+        self._meter.add(prefill_tokens=sum(self._config.pieces(len(tokens))))
+        filling.done += len(tokens)
+        if others and not len(filling.rest):
+            self._runner.fork(dict.fromkeys(others, (first, filling.done)))
 
     def _release(self, slot: int) -> None:
         """Frees a slot; a long prompt that it held begins again in the next of its slots."""
@@ -490,7 +502,9 @@ class RunningBatch:
         sampled = self._runner.decode(self._slots.rows, beside)
         ended = self._slots.advance(sampled, version)
         self._meter.add_tokens(running, sampled.count)
-        for slot, _ in ended:
+        for slot, response in ended:
+            text = np.concatenate([response.prompt, np.array(response.tokens, np.int32)])
+            self._prefixes.note(slot, text[: self._slots.rows["positions"][slot]])
             self._slots.release(slot)
         self._meter.add(responses=len(ended))
         self._meter.add_dispatch(started, int(sampled.count.sum()))
@@ -538,9 +552,8 @@ class RunningBatch:
         needed = max([self._needed, *(prefill.tokens.shape[1] for prefill in admission.prefills)])
         if needed > self._runner.window or fresh_start:
             self._runner.resize(self._bucket(needed))
-        elif self._bucket(2 * needed) < self._runner.window:
-            self._runner.resize(self._bucket(2 * needed))
-            self._prefixes.clear()  # the end of a prompt in a free slot may be cut off
+        elif self._bucket(2 * max(needed, self._prefixes.reach)) < self._runner.window:
+            self._runner.resize(self._bucket(2 * max(needed, self._prefixes.reach)))
 
     @property
     def _needed(self) -> int:
@@ -555,7 +568,9 @@ class RunningBatch:
     def _fill(self, admission: AdmissionPlan) -> None:
         if admission.fork:
             self._runner.fork(admission.fork)
-        self._meter.add(prefix_hits=admission.hits)
+        self._meter.add(prefix_hits=admission.hits, prefix_tokens=admission.cached)
         for prefill in admission.prefills:
             self._runner.prefill(prefill.tokens, prefill.source)
             self._meter.add(prefill_tokens=prefill.tokens.size)
+        for filling in admission.short:
+            self._add(filling, filling.rest)

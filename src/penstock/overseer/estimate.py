@@ -19,7 +19,8 @@ bfloat16 in float32):
 - *KV cache* 2 · 2 L s S v b: the cache, and its copy while it grows or a prompt's samples fork from it;
 - *attention*, dense, R H T² (8 + c): scores and their gradient in float32, weights in the dtype of the products; by any
   other kernel 8 N (q + v) c, half as much again where products are kept; 8 R H T² in every layer, dense, where all is;
-  and of the largest prefill, r prompts of length t, 8 r t i and dense H r t² (4 + c), else 6 r t (q + v) b;
+  and of the largest prefill, r prompts of length t, 8 r t i and dense H r t² (4 + c), else 6 r t (q + v) b; of a long
+  one, on one CPU, those of a chunk of t tokens, 8 t i + H t S (4 + c) + 2 S v c;
 - *adapter's products*, of outputs w in all: 8 N w, 6 N w where bfloat16 is computed in float32; or attention, where it
   takes more and is not dense;
 - *activations* of one micro-batch: L N h b between layers (none, offloaded) and N (4 h + 3 q + 4 v + 4 i) c inside one
@@ -306,9 +307,18 @@ def prefill_temporaries(model: ModelConfig, rows: int, length: int, on_cpu: bool
     return scores + 8 * rows * length * model.intermediate_size
 
 
+def chunk_temporaries(model: ModelConfig, tokens: int, window: int, on_cpu: bool = True) -> int:
+    """Bytes that adding tokens of a prompt to a cache of that window takes beside parameters and cache."""
+    computed = 4 if on_cpu else _DTYPE_BYTES[model.dtype]
+    scores = model.num_attention_heads * tokens * window * (4 + computed)
+    return scores + 2 * window * model.key_value_size * computed + 8 * tokens * model.intermediate_size
+
+
 def _largest_prefill(model: ModelConfig, engine: EngineConfig, on_cpu: bool) -> int:
-    shapes = [(engine.prefill_row_counts(length)[-1], length) for length in engine.prefill_buckets]
-    return max(prefill_temporaries(model, rows, length, on_cpu) for rows, length in shapes)
+    longest = engine.longest_whole if on_cpu and engine.model_parallel == 1 else engine.max_seq_len
+    shapes = [(engine.prefill_row_counts(length)[-1], length) for length in engine.prefill_buckets if length <= longest]
+    chunk = chunk_temporaries(model, min(engine.prefill_chunk, engine.max_seq_len), engine.max_seq_len, on_cpu)
+    return max([chunk, *(prefill_temporaries(model, rows, length, on_cpu) for rows, length in shapes)])
 
 
 def activation_bytes(model: ModelConfig, rows: int, row_length: int, remat: Remat, on_cpu: bool = True) -> int:

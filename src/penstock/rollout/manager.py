@@ -151,6 +151,7 @@ class RolloutManager:
         else:
             decoder = initial_model
         engine = InferenceEngine(decoder, WeightVersion(0, weight_step), codec, inference)
+        engine.forgets = True
         shape = shapes_of(decoder)
         manager = cls(
             Curriculum(curriculum),

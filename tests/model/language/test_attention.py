@@ -50,28 +50,43 @@ def test_large_scores_do_not_overflow():
 
 
 def test_pages_are_listed_row_by_row():
-    pages = Pages.of(jnp.array([0, 129, 128, 256], jnp.int32), 300)
-    assert pages.counts.tolist() == [0, 2, 1, 2]
-    assert len(pages.rows) == 16  # four rows of three pages, in eights
-    assert pages.rows.tolist()[:5] == [1, 1, 2, 3, 3] and pages.numbers.tolist()[:5] == [0, 1, 0, 0, 1]
+    lengths = jnp.array([0, 129, 128, 256], jnp.int32)
+    some, every = Pages.of(lengths, 300, slots=9), Pages.of(lengths, 300, slots=4)
+    assert some.counts.tolist() == [0, 3, 2, 4]
+    assert len(some.rows) == 32  # four rows of five pages, in sixteens
+    assert some.rows.tolist()[:9] == [1, 1, 1, 2, 2, 3, 3, 3, 3]
+    assert some.numbers.tolist()[:9] == [0, 1, 2, 0, 1, 0, 1, 2, 3]
+    assert every.counts.tolist() == [0, 2, 1, 3] and len(every.rows) == 16  # but for the first page of each
+    assert every.rows.tolist()[:6] == [1, 1, 2, 3, 3, 3] and every.numbers.tolist()[:6] == [1, 2, 1, 1, 2, 3]
 
 
+@pytest.mark.parametrize("slots", [[3, 0, 4, 1], [0, 1, 2, 3]])
 @pytest.mark.parametrize("window", [None, 100, 3])
-@pytest.mark.parametrize("length", [300, pytest.param(256, marks=pytest.mark.slow), 90])
-def test_pages_give_what_the_whole_cache_gives(window, length):
-    rng = np.random.default_rng(length)
-    keys, values = (jnp.asarray(rng.normal(size=(5, 2, length, 8)), jnp.float32) for _ in range(2))
-    slots, positions = jnp.array([3, 0, 4, 1], jnp.int32), jnp.array([length - 1, 0, 88, length // 2], jnp.int32)
+@pytest.mark.parametrize(
+    "length", [300, pytest.param(256, marks=pytest.mark.slow), 90, pytest.param(50, marks=pytest.mark.slow)]
+)
+def test_pages_give_what_the_whole_cache_gives(window, length, slots):
+    rng, of_all = np.random.default_rng(length), slots == [0, 1, 2, 3]
+    keys, values = (jnp.asarray(rng.normal(size=(5 - of_all, 2, length, 8)), jnp.float32) for _ in range(2))
+    slots, positions = (
+        jnp.array(slots, jnp.int32),
+        jnp.array([length - 1, 0, min(88, length - 2), length // 2], jnp.int32),
+    )
     query = jnp.asarray(rng.normal(size=(4, 6, 8)), jnp.float32)
     at = jnp.arange(length)
     seen = (at <= positions[:, None]) & (at > positions[:, None] - (window or length))
     expected = grouped_attention(query[:, None], keys[slots], values[slots], seen[:, None])[:, 0]
-    pages = Pages.of(positions + 1, length)
+    pages = Pages.of(positions + 1, length, len(keys))
     found = paged_attention(query, keys, values, slots, positions, pages, window)
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    alone = paged_attention(
-        query[2:3], keys, values, slots[2:3], positions[2:3], Pages.of(positions[2:3] + 1, length), window
+    row = jnp.arange(4) == 2
+    other = jnp.where(row, positions, length // 3)
+    among_others = paged_attention(
+        query, keys, values, slots, other, Pages.of(other + 1, length, len(keys)), window
+    )  # a row's neighbours are nothing to it
+    np.testing.assert_array_equal(among_others[2], found[2])
+    none = paged_attention(
+        query, keys, values, slots, positions, Pages.of(jnp.where(row, 0, positions + 1), length, len(keys)), window
     )
-    np.testing.assert_array_equal(alone[0], found[2])  # a row's neighbours are nothing to it
-    none = Pages.of(jnp.where(jnp.arange(4) == 2, 0, positions + 1), length)
-    assert not np.any(paged_attention(query, keys, values, slots, positions, none, window)[2])
+    np.testing.assert_array_equal(none[jnp.array([0, 1, 3])], found[jnp.array([0, 1, 3])])
+    assert np.isfinite(none).all() and (of_all or not np.any(none[2]))

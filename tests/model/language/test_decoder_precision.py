@@ -58,7 +58,7 @@ def decoding(decoder: Any) -> Any:
 
 def decoding_by_pages(decoder: Any) -> Any:
     cache, rows = create_cache(decoder.config, 3, 16), to_device(SlotTable(3, 1).rows)
-    pages = Pages.of(rows.positions + 1, 16)
+    pages = Pages.of(rows.positions + 1, 16, 3)
     return decode_step(ServedWeights.of(decoder), cache, rows, rows.budget == 0, pages)
 
 

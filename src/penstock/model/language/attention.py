@@ -33,10 +33,10 @@ from penstock.model.language.precision import product, rounded
 TILE = 128
 """Rows are padded to a multiple of this for kernels that are made of such tiles."""
 
-PAGE = 128
+PAGE = 64
 """Positions of a page of the cache: below, more and smaller products cost as much as the positions that they save."""
 
-PAGES_AT_ONCE = 8
+PAGES_AT_ONCE = 16
 """Pages of one step of `paged_attention`, whose keys then stay in a core's own cache between copy and product."""
 
 MASKED = -1e30
@@ -166,10 +166,13 @@ def grouped_attention(
 class Pages(NamedTuple):
     """Which pages of a cache rows read: all of the first row, of the second, …; made by `Pages.of`.
 
+    Where the rows are all slots, in order, their first pages lie side by side: these are read in one go, and are none
+    of those that are listed.
+
     Attributes:
         rows: The row of each, beyond the last page the last row.
-        numbers: Which page of its row it is, from 0.
-        counts: Pages of each row.
+        numbers: Which page of its row it is.
+        counts: How many of each row are listed.
     """
 
     rows: Int32[Array, " items"]
@@ -177,14 +180,25 @@ class Pages(NamedTuple):
     counts: Int32[Array, " rows"]
 
     @classmethod
-    def of(cls, lengths: Int32[Array, " rows"], window: int) -> "Pages":
-        """Those that hold a row's first `lengths` positions of a cache of that window; 0 for a row that reads none."""
-        counts = -(-lengths // page_positions(window))
+    def of(cls, lengths: Int32[Array, " rows"], window: int, slots: int) -> "Pages":
+        """Those that hold a row's first positions.
+
+        Args:
+            lengths: How many; 0 for a row that reads none.
+            window: Positions of the cache.
+            slots: Of the cache.
+        """
+        size, first = page_positions(window), _first_listed(len(lengths), slots)
+        counts = jnp.maximum(-(-lengths // size) - first, 0)
         ends = jnp.cumsum(counts)
-        most = -(-window // page_positions(window)) * len(lengths)
+        most = max(1, -(-window // size) - first) * len(lengths)
         items = jnp.arange(-(-most // PAGES_AT_ONCE) * PAGES_AT_ONCE, dtype=jnp.int32)
         rows = jnp.minimum(jnp.searchsorted(ends, items, side="right").astype(jnp.int32), len(lengths) - 1)
-        return cls(rows, jnp.maximum(items - (ends - counts)[rows], 0), counts)
+        return cls(rows, jnp.maximum(items - (ends - counts)[rows], 0) + first, counts)
+
+
+def _first_listed(rows: int, slots: int) -> int:
+    return int(rows == slots)
 
 
 def page_positions(window: int) -> int:
@@ -216,11 +230,12 @@ def paged_attention(
         window: So many keys at most, the query's own among them; None: all.
 
     Returns:
-        Results in the dtype of `values`; zeros for a row of no pages.
+        Results in the dtype of `values`. For a row that reads none they are finite, and mean nothing.
     """
     rows, heads, head_dim = query.shape
     kv_heads, length = keys.shape[1:3]
     size, grouped = page_positions(length), query.reshape(rows, kv_heads, heads // kv_heads, head_dim)
+    first = _first_listed(rows, len(keys))
 
     def read(cached: Array, slot: Array, start: Array) -> Array:
         return lax.dynamic_slice(cached, (slot, 0, start, 0), (1, kv_heads, size, head_dim))[0]
@@ -232,20 +247,21 @@ def paged_attention(
         at, newest = start[:, None] + jnp.arange(size, dtype=jnp.int32), positions[row][:, None]
         seen = (at >= number[:, None] * size) & (at <= newest)
         seen = seen if window is None else seen & (at > newest - window)
-        scores = product("phgd,phkd->phgk", grouped[row], key) * head_dim**-0.5
-        scores = jnp.where(seen[:, None, None], scores, MASKED)
-        largest = scores.max(axis=-1)
-        weights = jnp.exp(scores - largest[..., None])
-        weighted = product("phgk,phkd->phgd", rounded(weights, value.dtype), value)
-        new = _PageSums(largest, weights.sum(axis=-1), weighted)
+        new = _page_sums(grouped[row], key, value, seen)
         place = step * PAGES_AT_ONCE
         return jax.tree.map(lambda a, part: lax.dynamic_update_slice_in_dim(a, part, place, 0), found, new)
+
+    def meet_first() -> _PageSums:
+        at, newest = jnp.arange(size, dtype=jnp.int32), positions[:, None]
+        seen = (at <= newest) if window is None else (at <= newest) & (at > newest - window)
+        return _page_sums(grouped, keys[:, :, :size], values[:, :, :size], seen)
 
     shape = (len(pages.rows), kv_heads, heads // kv_heads)
     nothing = _PageSums(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
     steps = -(-jnp.sum(pages.counts) // PAGES_AT_ONCE)
     sums = lax.fori_loop(0, steps, meet, nothing)
-    return rounded(_joined(sums, pages, length), values.dtype).reshape(rows, heads, head_dim)
+    joined = _joined(sums, pages, -(-length // size) - first, meet_first() if first else None)
+    return rounded(joined, values.dtype).reshape(rows, heads, head_dim)
 
 
 class _PageSums(NamedTuple):
@@ -256,12 +272,38 @@ class _PageSums(NamedTuple):
     weighted: Float32[Array, "items kv_heads group head_dim"]
 
 
-def _joined(sums: _PageSums, pages: Pages, length: int) -> Float32[Array, "rows kv_heads group head_dim"]:
-    """A row's pages together, by their place in the row."""
-    number = jnp.arange(-(-length // page_positions(length)), dtype=jnp.int32)
+def _page_sums(
+    query: Float[Array, "items kv_heads group head_dim"],
+    key: Float[Array, "items kv_heads size head_dim"],
+    value: Float[Array, "items kv_heads size head_dim"],
+    seen: Bool[Array, "items size"],
+) -> _PageSums:
+    scores = product("phgd,phkd->phgk", query, key) * query.shape[-1] ** -0.5
+    scores = jnp.where(seen[:, None, None], scores, MASKED)
+    largest = scores.max(axis=-1)
+    weights = jnp.exp(scores - largest[..., None])
+    weighted = product("phgk,phkd->phgd", rounded(weights, value.dtype), value)
+    return _PageSums(largest, weights.sum(axis=-1), weighted)
+
+
+def _joined(
+    sums: _PageSums, pages: Pages, most: int, before: _PageSums | None
+) -> Float32[Array, "rows kv_heads group head_dim"]:
+    """A row's pages together, by their place in the row.
+
+    Args:
+        sums: Of the pages that are listed.
+        pages: Which these are.
+        most: Pages that a row has at most.
+        before: Of each row's page before those.
+    """
+    number = jnp.arange(max(most, 1), dtype=jnp.int32)
     there = number < pages.counts[:, None]
     first = jnp.cumsum(pages.counts) - pages.counts
     of_row = jax.tree.map(lambda a: a[jnp.where(there, first[:, None] + number, 0)], sums)
+    if before is not None:
+        of_row = jax.tree.map(lambda a, b: jnp.concatenate([b[:, None], a], axis=1), of_row, before)
+        there = jnp.pad(there, ((0, 0), (1, 0)), constant_values=True)
     largest = jnp.where(there[:, :, None, None], of_row.largest, MASKED)
     share = jnp.where(there[:, :, None, None], jnp.exp(largest - largest.max(axis=1, keepdims=True)), 0.0)
     total = jnp.sum(share * of_row.total, axis=1)

@@ -142,9 +142,13 @@ class RunShapes:
 
     @property
     def prefills(self) -> list[tuple[int, int]]:
-        """Rows and padded length: of the longest prompt, and of most tokens."""
+        """Rows and padded length: of the longest prompt that is prefilled whole, and of most tokens."""
         engine = self.engine
-        shapes = [(rows, length) for length in engine.prefill_buckets for rows in engine.prefill_row_counts(length)]
+        longest = engine.longest_whole if self._platform == "cpu" else engine.max_seq_len
+        lengths = [length for length in engine.prefill_buckets if length <= longest]
+        shapes = [(rows, length) for length in lengths for rows in engine.prefill_row_counts(length)]
+        if not shapes:
+            return []
         return list(dict.fromkeys([max(shapes, key=lambda s: (s[1], s[0])), max(shapes, key=lambda s: s[0] * s[1])]))
 
     @functools.cached_property
@@ -159,6 +163,10 @@ class RunShapes:
             "decode": functools.partial(run.decode.lower, self.weights, cache, rows, steps=steps),
             "fork": functools.partial(run.fork.lower, cache.keys[0], Moves.of({}, slots, window)),
         }
+        chunk, zero = min(self.engine.prefill_chunk, window), np.int32(0)
+        found[f"prefill, {chunk:,} more prompt tokens"] = functools.partial(
+            run.extend.lower, self.weights, cache, np.zeros(chunk, np.int32), zero, zero
+        )
         for count, length in self.prefills:
             tokens, prompts = np.zeros((count, length), np.int32), f"{count} × {length:,} prompt tokens"
             kernel = attention_kernel("auto", self._platform, length, self.model.dtype, self.model.shortest_window)

@@ -25,7 +25,7 @@ from penstock.model.arrays import named_leaves, shapes_of
 from penstock.model.language import load_policy, named_arrays, with_named_arrays
 from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
 from penstock.overseer.language.external import ExternalEngine
-from penstock.overseer.language.rollout import reachable
+from penstock.overseer.language.rollout import reachable, reproducible
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership
 from penstock.types import (
@@ -313,6 +313,7 @@ class InferenceRole(ServingRole):
         self._shape = shapes_of(decoder)
         self._own = named_arrays(decoder)  # after the first swap those alone that do not travel
         self._engine = InferenceEngine(decoder, WeightVersion(-1, 0), tokenizer, config.inference, str(ctx.identity))
+        self._engine.forgets = reproducible(config)
         served = config.inference
         app = create_app(
             self._engine, tokenizer, MODEL_NAME, AccessRules(settings.token, max_waiting=served.max_waiting)

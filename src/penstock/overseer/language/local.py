@@ -147,6 +147,7 @@ def _builtin(settings: Settings[RunConfig], start: RunStart) -> _Engine:
     """An engine in this process."""
     config, first = settings.config, WeightVersion(settings.lineage, step_of(settings.checkpoint))
     engine = InferenceEngine(start.policy, first, start.codec, config.inference, ENGINE_NAME, start.begun)
+    engine.forgets = config.replay.synchronous
     shape = shapes_of(start.policy)
 
     def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
