@@ -58,7 +58,8 @@ def lost_in_words(run: ObservedRun) -> list[str]:
     """Of the lessons that lost rollouts, the greatest losers first: how many, and the commonest reason."""
     rows = run.index.rows(
         """SELECT lesson, sum(n)::BIGINT AS settled, coalesce(sum(n) FILTER (state <> 'trained'), 0)::BIGINT AS lost,
-               max(n) FILTER (state <> 'trained') AS most, arg_max(state, n) FILTER (state <> 'trained') AS state
+               max(n) FILTER (state <> 'trained') AS most,
+               first(state ORDER BY n DESC, state) FILTER (state <> 'trained') AS state
         FROM (SELECT coalesce(g.lesson, 'unknown') AS lesson, r.state, count(*) AS n
               FROM rollouts r JOIN groups g USING (g)
               WHERE g.evaluation IS NULL AND r.state IS NOT NULL AND r.state <> 'waiting' GROUP BY ALL)
@@ -69,7 +70,7 @@ def lost_in_words(run: ObservedRun) -> list[str]:
         reason = run.index.rows(
             """SELECT r.reason, count(*) AS n FROM rollouts r JOIN groups g USING (g)
             WHERE coalesce(g.lesson, 'unknown') = $lesson AND r.state = $state AND r.reason IS NOT NULL
-            AND g.evaluation IS NULL GROUP BY ALL ORDER BY n DESC LIMIT 1""",
+            AND g.evaluation IS NULL GROUP BY ALL ORDER BY n DESC, reason LIMIT 1""",
             {"lesson": row["lesson"], "state": row["state"]},
         )
         why = f": {reason[0]['reason']}" if reason else ""
