@@ -145,7 +145,7 @@ test-adapters: $(ADAPTERS_STAMP)
 
 # Debian's chromium (apt install chromium), or the one that PENSTOCK_CHROMIUM names; nothing is downloaded.
 test-dashboard: $(DASHBOARD_STAMP)
-	$(BIN)/pytest -m dashboard -rs tests/dashboard/test_browser.py
+	$(BIN)/pytest -m dashboard -rs tests/dashboard
 
 test-trackers: $(TRACKERS_STAMP)
 	$(TRACKERS_VENV)/bin/pytest -m "slow or not slow" -rs tests/tracking tests/dashboard/test_plot.py

@@ -33,3 +33,14 @@ def printed() -> Callable[..., str]:
         return out.getvalue()
 
     return show
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A Chromium; tests that ask for one import `tests.dashboard.visitors`, and are skipped where there is none."""
+    from tests.dashboard.visitors import CHROMIUM, playwright
+
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield opened
+        opened.close()

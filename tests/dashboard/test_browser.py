@@ -4,27 +4,17 @@ import json
 import os
 import re
 import shutil
-import threading
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from penstock.dashboard import DashboardSettings, serve_dashboard, write_bundle
+from penstock.dashboard import write_bundle
 from penstock.rundir import EventLog, JsonLinesLog, MetricsLog, write_examples, write_records
-from penstock.rundir.evaluation_rows import write_evaluation
-from penstock.types import RolloutBatch, RolloutGroup
-from tests.dashboard.sample_run import HOSTILE, example, group, rollout, write_run
+from tests.dashboard.prepared_runs import evaluate
+from tests.dashboard.sample_run import HOSTILE, example, group, write_run
+from tests.dashboard.visitors import Served, Visitor, expect
 
 pytestmark = [pytest.mark.dashboard, pytest.mark.timeout(120)]
-playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'penstock[dashboard-test]'")
-CHROMIUM = os.environ.get("PENSTOCK_CHROMIUM") or shutil.which("chromium")
-if CHROMIUM is None:
-    pytest.skip("no chromium: apt install chromium, or name one in PENSTOCK_CHROMIUM", allow_module_level=True)
-
-expect = playwright.expect
-expect.set_options(timeout=15_000)
 TOKEN = "token-of-the-browser"
 MARKUP = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 2'>"
 
@@ -39,14 +29,6 @@ def measure(directory, steps, reward, stall=None):
             "inference/tokens_total": 1000.0 * step, "curriculum/cats/probability": 0.5, "train/tokens": 50.0,
         })  # fmt: skip
     metrics.close()
-
-
-def evaluate(directory, reward, step):
-    rng, said = np.random.default_rng(len(directory.path.name)), [("user", "?"), ("assistant", "x")]
-    made = [rollout(f"after-cats-0-{step}-{n}/0", said, float(reward > rng.random()), (step,)) for n in range(40)]
-    members = [replace(record.rollout, lesson_id="cats") for record in made]  # pyright: ignore[reportArgumentType]
-    groups = [RolloutGroup(f"cats:{n}", (m,), f"after-cats-0-{step}-{n}") for n, m in enumerate(members)]
-    write_evaluation(directory, [RolloutBatch(tuple(groups), members[0].metadata)], "after", 0, step)
 
 
 @pytest.fixture(scope="session")
@@ -109,76 +91,11 @@ def parent(tmp_path_factory):
     return folder
 
 
-class Served:
-    def __init__(self, path, cache, token=None):
-        self._stop, self._ready, self.told = threading.Event(), threading.Event(), ""
-        os.environ["XDG_CACHE_HOME"] = str(cache)
-        self._thread = threading.Thread(
-            target=serve_dashboard, args=(path, DashboardSettings(port=0, token=token), self._tell, self._stop)
-        )
-        self._thread.start()
-        assert self._ready.wait(30)
-        self.url = re.findall(r"http://[0-9.:]+", self.told)[0]
-
-    def _tell(self, line):
-        self.told = line
-        self._ready.set()
-
-    def end(self):
-        self._stop.set()
-        self._thread.join(30)
-
-
 @pytest.fixture(scope="session")
 def site(parent, tmp_path_factory):
     served = Served(parent, tmp_path_factory.mktemp("cache"))
     yield served
     served.end()
-
-
-@pytest.fixture(scope="session")
-def browser():
-    with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield opened
-        opened.close()
-
-
-class Visitor:
-    """A page that notes errors, and every request that goes to another host."""
-
-    def __init__(self, browser, url, **options):
-        self.url = url
-        self.context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
-        self.page = self.context.new_page()
-        self.errors, self.abroad, self.refused = [], [], []
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
-        self.page.on(
-            "request",
-            lambda request: (
-                None if request.url.startswith((url, "data:", "blob:", "file:")) else self.abroad.append(request.url)
-            ),
-        )
-
-    def open(self, address="#/", heading=None):
-        self.page.goto(f"{self.url}/{address}")
-        self.settled()
-        if heading is not None:
-            expect(self.page.locator("h1").first).to_have_text(heading)
-        return self.page
-
-    def settled(self):
-        expect(self.page.locator("main:not([aria-busy]):not(.turning) h1").first).to_be_visible(timeout=20_000)
-
-    def read(self, run):
-        """Waits until all of a run is in the index."""
-        words = self.page.request
-        for _ in range(400):
-            if words.get(f"{self.url}/api/runs/{run}").json()["progress"] == "":
-                return
-            self.page.wait_for_timeout(50)
-        raise AssertionError(f"{run} was not read in time")
 
 
 @pytest.fixture

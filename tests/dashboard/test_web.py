@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import duckdb
 import httpx
@@ -13,11 +14,12 @@ from starlette.testclient import TestClient
 from penstock.dashboard import DashboardSettings, serve_dashboard
 from penstock.dashboard.index import RunIndex
 from penstock.dashboard.observation import ObservedRuns
-from penstock.dashboard.pages import MARKS
+from penstock.dashboard.pages import MARKS, RUN_PAGES
 from penstock.dashboard.web import CONTENT_SECURITY_POLICY, Queries, create_dashboard, static_files
 from penstock.rundir import EventLog, MetricsLog
 from penstock.types import ConfigError, RunDirectoryError
 from tests.dashboard.sample_run import HOSTILE, write_run
+from tests.object_stores import s3_server, s3_url  # noqa: F401  (fixtures)
 from tests.waiting import wait_until
 
 TOKEN = "a-secret-of-more-than-8"
@@ -335,6 +337,29 @@ def test_other_machines_need_a_token_of_some_length():
 def test_a_folder_without_runs_is_refused(tmp_path):
     with pytest.raises(RunDirectoryError, match="is no run directory and holds none"):
         ObservedRuns(tmp_path)
+    with pytest.raises(RunDirectoryError, match=r"s3://bucket/run is a URL: .* lie in its directory on a disk"):
+        ObservedRuns(Path("s3://bucket/run"))
+
+
+def test_of_a_run_whose_rollouts_lie_in_a_store_all_is_shown(tmp_path, s3_url):  # noqa: F811
+    import fsspec
+
+    directory = write_run(tmp_path / "mine")
+    here = ObservedRuns(directory.path).find("mine")
+    here.catch_up()
+    for folder in (directory.rollouts, directory.batches):
+        for path in folder.iterdir():
+            with fsspec.open(f"{s3_url}/{folder.name}/{path.name}", "wb") as file:
+                file.write(path.read_bytes())  # pyright: ignore[reportAttributeAccessIssue]
+            path.unlink()
+    directory.write_config({**directory.read_config(), "replay": {"store": {"url": s3_url}}})
+    there = ObservedRuns(directory.path).find("mine")
+    there.catch_up()
+    assert there.problem == "" and there.index.rows("SELECT count(part) AS n FROM rollouts") == [{"n": 14}]
+    for page, words in {"ledger": {}, "reward": {}, "group": {"id": "cats-0-1"}}.items():
+        assert RUN_PAGES[page](there, words) == RUN_PAGES[page](here, words)
+    for run in (here, there):
+        run.close()
 
 
 def test_a_run_whose_index_fails_has_a_problem_and_the_others_are_read(tmp_path, monkeypatch):

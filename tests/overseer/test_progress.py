@@ -63,9 +63,11 @@ def test_of_an_evaluation_one_line_is_told_and_other_metrics_are_none():
     progress.note_evaluation(
         4, {"eval_report/cats/reward_mean": 0.25, "eval_report/cats/pass_at_k": 1.0, "eval/dogs/reward_mean": 1.0}
     )
-    assert progress.held_out == {"cats": [(4, 0.25)], "dogs": [(4, 1.0)]}
+    assert progress.held_out == {"cats (report)": [(4, 0.25)], "dogs": [(4, 1.0)]}
     (line,) = progress.lines
-    assert line.endswith("] held-out reward at step 4: cats 0.250, dogs 1.000")
+    assert line.endswith("] held-out reward at step 4: cats (report) 0.250, dogs 1.000")
+    progress.note_evaluation(6, {"eval/cats/reward_mean": 0.75})
+    assert progress.held_out["cats"] == [(6, 0.75)]  # other problems: no point of that curve
 
 
 def test_phases_are_told_in_the_order_in_which_they_come_between_updates():

@@ -121,7 +121,7 @@ def test_a_run_of_many_components_without_signal_says_so(run_dir: Path, monkeypa
     progress = run.log.progress
     assert list(progress.stretches) == [progress.no_signal] and "12 groups of 4 updates" in progress.no_signal
     assert run.conductor.status()["training"]["no_signal"] == progress.no_signal
-    steps = [step for step, _ in progress.held_out["cats"]]
+    steps = [step for step, _ in progress.held_out["cats (report)"]]
     assert (steps[0], steps[-1]) == (0, 4)
     run.conductor.refresh()
     assert progress.units_per_s is not None and progress.units_per_s > 0

@@ -64,7 +64,7 @@ def test_a_run_without_signal_says_so_once_in_lines_and_status_and_at_its_end(
     ]
     assert lines.index(told[0]) == lines.index(updates[9]) + 1 and summary.no_signal == (told[1],)
     training = read_status(run_dir / "status.json")["training"]
-    assert training["no_signal"] == told[1] and training["held_out"]["cats"] == {"step": 12, "score": 0.0}
+    assert training["no_signal"] == told[1] and training["held_out"]["cats (report)"] == {"step": 12, "score": 0.0}
     assert training["words"].startswith("reward 0.000  zero variance 100%") and training["step_s"] > 0
     events = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "no_signal"]
     assert [event["step"] for event in events] == [10]

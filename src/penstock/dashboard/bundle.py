@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.dashboard.compare import compare_page
+from penstock.dashboard.findings import findings_page
 from penstock.dashboard.observation import ObservedRun, ObservedRuns
 from penstock.dashboard.pages import (
     curves_page,
@@ -153,6 +154,7 @@ def _pages(run: ObservedRun) -> dict[str, Any]:
         "page": run_page(run),
         "curves": curves,
         "reward": reward_page(run),
+        "findings": findings_page(run),
         "ledger": ledger_page(run),
         "choices": choices(run),
         "list": _all_groups(run),

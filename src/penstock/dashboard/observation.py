@@ -195,6 +195,13 @@ class ObservedRuns:
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._read, name="dashboard-reader", daemon=True)
         if not self.all():
+            protocol, separator, rest = str(path).partition(":/")
+            if separator and protocol.isalnum() and not path.exists():
+                raise RunDirectoryError(
+                    f"{protocol}://{rest.lstrip('/')} is a URL: a run's config.yaml, metrics.jsonl and events.jsonl "
+                    "lie in its directory on a disk. Give that directory: rollouts that lie in a store (its "
+                    "replay.store.url) are read from there"
+                )
             raise RunDirectoryError(
                 f"{path} is no run directory and holds none: give one that penstock train wrote, or the folder where "
                 "several are, such as runs"

@@ -10,6 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from penstock.dashboard.findings import (
+    findings_page,
+    lost_in_words,
+    sickest_in_words,
+    simulators_of,
+    update_in_words,
+)
 from penstock.dashboard.index import AGE
 from penstock.dashboard.observation import ObservedRun, ObservedRuns
 from penstock.dashboard.rollout_pages import choices, group_list, group_page, timeline
@@ -107,20 +114,20 @@ def ledger_page(run: ObservedRun) -> dict[str, Any]:
         """SELECT g.lesson, coalesce(r.finish, CASE WHEN r.part IS NULL THEN 'not stored' ELSE 'stored' END) AS finish,
                coalesce(r.state, 'waiting') AS state, count(*) AS rollouts,
                coalesce(sum(r.tokens), 0)::BIGINT AS tokens, coalesce(sum(r.seconds), 0)::DOUBLE AS seconds
-        FROM rollouts r JOIN groups g USING (g) WHERE g.evaluation IS NULL GROUP BY ALL ORDER BY 4 DESC"""
+        FROM rollouts r JOIN groups g USING (g) WHERE g.evaluation IS NULL GROUP BY ALL ORDER BY 4 DESC, 1, 2, 3"""
     )
     reasons = run.index.rows(
         """SELECT r.state, regexp_replace(r.reason, '[0-9]+', '…', 'g') AS reason, g.lesson, count(*) AS rollouts,
                any_value(g.group_id) AS example, min(r.step) AS first, max(r.step) AS last
         FROM rollouts r JOIN groups g USING (g)
-        WHERE r.reason IS NOT NULL GROUP BY ALL ORDER BY rollouts DESC LIMIT 40"""
+        WHERE r.reason IS NOT NULL GROUP BY ALL ORDER BY rollouts DESC, 1, 2, 3 LIMIT 40"""
     )
     ages = run.index.rows(
         f"""SELECT {AGE} AS age, count(*) AS rollouts FROM rollouts r JOIN groups g USING (g)
         WHERE r.state = 'trained' AND r.weight_step IS NOT NULL GROUP BY 1 ORDER BY 1"""
     )
     ledger = _mapping(run.status().content.get("ledger"))
-    return {"flows": flows, "reasons": reasons, "ages": ages, "ledger": ledger}
+    return {"flows": flows, "reasons": reasons, "ages": ages, "ledger": ledger, "words": lost_in_words(run)}
 
 
 def lessons_page(run: ObservedRun) -> dict[str, Any]:
@@ -159,30 +166,13 @@ def lessons_page(run: ObservedRun) -> dict[str, Any]:
 def fleet_page(run: ObservedRun) -> dict[str, Any]:
     """Components, and every simulator's state as events tell it; films of episodes."""
     status = run.status()
-    simulators: dict[str, dict[str, Any]] = {}
-    for event in run.events():
-        kind = str(event.get("event"))
-        if not kind.startswith("simulator_") or "process" not in event:
-            continue
-        key = f"{event.get('worker')} process {event['process']}"
-        row = simulators.setdefault(
-            key, {"simulator": key, "task": event.get("task"), "starts": 0, "faults": 0, "failures": 0, "last": ""}
-        )
-        row["state"] = {"started": "live", "retired": "ended"}.get(kind.removeprefix("simulator_"), kind[10:])
-        row["since"] = event.get("time")
-        row["starts"] += kind == "simulator_started"
-        row["faults"] += kind == "simulator_fault"
-        row["failures"] += kind == "simulator_failed"
-        if kind in ("simulator_fault", "simulator_failed", "simulator_quarantined"):
-            row["last"] = str(event.get("reason") or event.get("message") or event.get("error") or kind)
-            row["last_time"] = event.get("time")
-        if kind == "simulator_started":
-            row["slots"], row["seconds"] = len(event.get("slots") or ()), event.get("seconds")
+    simulators = simulators_of(run)
     deaths = [e for e in run.events() if str(e.get("event", "")).startswith(("component_", "worker_"))]
     return {
         "alive": status.alive,
         "components": [{"name": name, **fields} for name, fields in components(status.content).items()],
-        "simulators": sorted(simulators.values(), key=lambda row: (-row["failures"], -row["faults"], row["simulator"])),
+        "simulators": simulators,
+        "words": sickest_in_words(simulators),
         "events": deaths[-MOST_EVENTS:],
         "account": status.content.get("account", {}),
         "films": films(run),
@@ -237,6 +227,7 @@ def update_page(run: ObservedRun, step: int) -> dict[str, Any]:
     path = run.directory.path
     return {
         "step": step,
+        "words": update_in_words(run, step),
         "groups": groups,
         "dropped": dropped,
         "numbers": numbers,
@@ -262,6 +253,7 @@ RUN_PAGES: dict[str, Callable[[ObservedRun, Mapping[str, str]], dict[str, Any]]]
     "": lambda run, words: run_page(run),
     "curves": curves_page,
     "reward": lambda run, words: reward_page(run),
+    "findings": lambda run, words: findings_page(run),
     "ledger": lambda run, words: ledger_page(run),
     "choices": lambda run, words: choices(run),
     "groups": group_list,

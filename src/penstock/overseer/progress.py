@@ -168,7 +168,8 @@ class Progress:
         score: Mean training reward of each update so far; of a fleet, mean return of the newest episodes.
         reward: The same per lesson, or task, at the last update.
         history: By name, each of the wording's metrics that was told.
-        held_out: By lesson or task, step and mean score of each evaluation, the oldest first.
+        held_out: By lesson or task, step and mean score of each evaluation, the oldest first; those on problems that
+            are kept for reports by ``<lesson> (report)``, for the two are no points of one curve.
         units_per_s: Generated tokens per second, lately; of a fleet, steps of its simulators. None: not known yet.
         staleness: Mean age of the last batch's tokens in updates; None where it is of no version of the policy.
         ledger: Rollouts per state.
@@ -282,11 +283,11 @@ class Progress:
 
         They are ``eval/<lesson>/…`` metrics, or ``eval_report/<lesson>/…`` of problems that are kept for reports.
         """
-        ending = f"/{self.wording.held_out}"
+        ending, pools = f"/{self.wording.held_out}", {"eval": "", "eval_report": " (report)"}
         found = {
-            name.partition("/")[2].removesuffix(ending): value
-            for name, value in metrics.items()
-            if name.startswith(("eval/", "eval_report/")) and name.endswith(ending)
+            f"{rest.removesuffix(ending)}{pools[pool]}": value
+            for (pool, _, rest), value in ((name.partition("/"), value) for name, value in metrics.items())
+            if pool in pools and rest.endswith(ending)
         }
         for lesson_id, value in found.items():
             self.held_out.setdefault(lesson_id, []).append((step, value))

@@ -26,18 +26,19 @@ export async function runPage(main, run) {
   const charts = CHARTS.map(([title, patterns, options]) => [title, page.metrics.filter((name) => patterns.some((pattern) => pattern.test(name))), options])
     .filter(([, names]) => names.length);
   const scores = page.metrics.filter((name) => /^(train\/reward_mean|fleet\/.*\/reward_mean)$/.test(name));
-  const held = page.metrics.filter((name) => /^eval\/.*\/(reward_mean|return_mean)$/.test(name));
+  const held = page.metrics.filter((name) => /^(eval|eval_report)\/.*\/(reward_mean|return_mean)$/.test(name));
   const names = [...new Set([...scores, ...held, ...charts.flatMap(([, each]) => each), ...chosen])];
-  const [{ curves }, reward] = await Promise.all([
+  const [{ curves }, reward, { findings }] = await Promise.all([
     api(path(run, "curves"), { names: names.join(","), points: 500, from: words.from, to: words.to }),
     api(path(run, "reward")),
+    api(path(run, "findings")),
   ]);
   const marks = shownMarks(page.marks);
   const line = (name, options = {}) => ({ name: options.as || short(name), x: curves[name]?.step || [], y: curves[name]?.mean || [], low: curves[name]?.low, high: curves[name]?.high, hue: options.hue });
   const zoomed = words.from || words.to
     ? h("button", { class: "button", type: "button", onclick: () => change({ from: null, to: null }) }, `Updates ${words.from || 0} to ${words.to || "the last"}: show all`) : null;
   main.replaceChildren(
-    headline(page),
+    headline(page, findings),
     h("div", { class: "head small" }, h("h2", {}, "Curves"), h("div", { class: "tools" }, zoomed, jump(run))),
     h("div", { class: "grid" },
       rewardChart(page, reward, curves, scores, words, marks),
@@ -52,7 +53,7 @@ function short(name) {
   return name.split("/").slice(name.startsWith("time/idle/") ? -1 : -2).join(" ").replaceAll("_", " ");
 }
 
-function headline(page) {
+function headline(page, findings) {
   const facts = [
     ["update", [num(page.step ?? null), page.steps ? h("span", { class: "quiet" }, ` of ${num(page.steps)}`) : ""]],
     ["reward", fixed(page.score)],
@@ -61,7 +62,6 @@ function headline(page) {
     [page.unit === "steps" ? "steps simulated" : "tokens generated", big(page.generated)],
     ["lives", num(page.lives)],
   ];
-  const dropped = Object.entries(page.ledger).filter(([name, count]) => count && !["started", "in_flight", "waiting", "trained"].includes(name));
   return h("section", { class: "card headline" },
     h("div", { class: "title" }, h("h1", {}, page.name), badge(page.state), h("span", { class: "quiet" }, page.alive ? `${page.phase}, ${ago(page.age_s)}` : page.ended_by || page.phase)),
     page.problem ? h("p", { class: "bad-text" }, page.problem) : null,
@@ -71,7 +71,7 @@ function headline(page) {
       sentence("Bottleneck", page.bottleneck), sentence("Training", page.words), sentence("No signal", page.no_signal),
       sentence(page.alive ? "Waiting" : "Last waiting", ["dead", "failed"].includes(page.state) || page.alive ? page.waiting_for : ""),
       Object.entries(page.failures).map(([name, found]) => found.failed ? sentence("Failures", `${num(found.failed)} of ${name}; the last: ${found.last_failure}`) : null),
-      sentence("Thrown away", dropped.length ? dropped.map(([name, count]) => `${num(count)} ${name.replaceAll("_", " ")}`).join(", ") : ""),
+      findings.map(({ name, words, links }) => sentence(name, [words, links.map(([text, to, asked]) => [" · ", h("a", { href: link(to, page.name, asked) }, text)])])),
       Object.keys(page.index.damaged).length ? sentence("Cannot be read", Object.values(page.index.damaged).join("; ")) : null),
     h("p", { class: "commands" }, copyable(page.commands.status), copyable(page.commands.rollouts)));
 }
@@ -114,6 +114,8 @@ function rewardChart(page, reward, curves, scores, words, marks) {
 
 function heldOutChart(page, reward, curves, held, words, marks) {
   const rows = reward.held_out.filter((row) => within(words, row.step));
+  const apart = (lesson) => held.some((name) => name.startsWith(`eval_report/${lesson}/`));
+  for (const row of rows) if (!["eval", "micro_eval"].includes(row.evaluation) && apart(row.lesson)) row.lesson += " (report)";
   const lessons = [...new Set(rows.map((row) => row.lesson))];
   if (lessons.length) {
     return chart("Held-out reward", lessons.map((lesson) => {
@@ -122,7 +124,7 @@ function heldOutChart(page, reward, curves, held, words, marks) {
       return { name: lesson, points: true, x: all.map((r) => r.step), y: all.map((r) => r.mean), low: all.map((r) => r.low ?? r.mean), high: all.map((r) => r.high ?? r.mean) };
     }), { marks: marks.filter(([, , kind]) => kind === "bad"), note: "95% interval by problems" });
   }
-  return chart("Held-out reward", held.map((name) => ({ name: name.split("/")[1], points: true, x: curves[name].step, y: curves[name].mean })), { empty: "Nothing was evaluated yet.", marks: [] });
+  return chart("Held-out reward", held.map((name) => ({ name: name.split("/")[1] + (name.startsWith("eval_report/") ? " (report)" : ""), points: true, x: curves[name].step, y: curves[name].mean })), { empty: "Nothing was evaluated yet.", marks: [] });
 }
 
 function metricPicker(metrics, chosen) {
@@ -160,7 +162,7 @@ export async function ledgerPage(main, run) {
     h("section", { class: "card" }, box, unit === "seconds" ? h("p", { class: "note" }, "Seconds from a ticket to each answer, summed: answers of one group are generated side by side.") : null,
       started ? h("p", { class: "note" }, "As status.json last counted:") : null,
       started ? h("dl", { class: "facts" }, Object.entries(page.ledger).filter(([, count]) => count).map(([name, count]) => h("div", {}, h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, num(count))))) : null),
-    h("section", { class: "card" }, h("h2", {}, "Thrown away, and why"), page.reasons.length ? table([
+    h("section", { class: "card" }, h("h2", {}, "Thrown away, and why"), page.words.map((words) => h("p", {}, words)), page.reasons.length ? table([
       ["rollouts", (r) => num(r.rollouts), "n"], ["state", (r) => badge(r.state)], ["lesson", (r) => r.lesson ?? "–"], ["why", (r) => r.reason, "wide"],
       ["updates", (r) => r.first === r.last ? num(r.first) : `${num(r.first)}–${num(r.last)}`, "n"], ["for example", (r) => h("a", { href: link("group", run, { id: r.example }) }, r.example)],
     ], page.reasons, "Reasons") : empty("Nothing was thrown away.")),
@@ -180,6 +182,7 @@ export async function updatePage(main, run) {
   main.replaceChildren(
     h("div", { class: "head" }, h("h1", {}, `Update ${num(step)}`), h("p", { class: "sub" }, "The update that led to this version, as in metrics.jsonl."),
       h("div", { class: "tools" }, h("a", { class: "button", id: "before", href: link("update", run, { step: Math.max(0, step - 1) }) }, "← before"), h("a", { class: "button", id: "after", href: link("update", run, { step: step + 1 }) }, "after →"), jump(run))),
+    page.words.length ? h("section", { class: "card" }, h("h2", {}, "What happened at it"), page.words.map((words) => h("p", {}, words))) : null,
     h("section", { class: "card" }, h("h2", {}, "What would explain it"), h("p", { class: "note" }, "Gradients are not stored. These commands make the update again from the run's files, and say what each rollout did to it, or what another loss would have done; nothing is written."), page.commands.map(copyable)),
     h("section", { class: "card" }, h("header", {}, h("h2", {}, "Numbers that are unlike the updates around it"), exportTable(`${run}-update-${step}`, ["metric", "value", "mean around", "deviations"], odd.map((r) => [r.name, r.value, r.mean, r.z]))),
       odd.length ? h("div", { class: "tall" }, table([["metric", (r) => h("a", { href: link("run", run, { m: r.name, from: Math.max(0, step - 50), to: step + 50 }) }, r.name)], ["value", (r) => num(r.value), "n"], ["mean of ±20 updates", (r) => num(r.mean), "n"], ["standard deviations off", (r) => r.z === null ? "–" : Number.isFinite(r.z) ? signed(r.z, 1) : "they are all alike", "n"]], odd, "Numbers")) : empty("There are no metrics of this update.")),
