@@ -94,8 +94,9 @@ def config() -> EngineConfig:
 
 @pytest.fixture(scope="session")
 def served_engine(decoder: Decoder, codec: ByteCodec, config: EngineConfig) -> Iterator[InferenceEngine]:
-    """One that runs for all tests that only ask it through HTTP."""
-    engine = InferenceEngine(decoder, WeightVersion(2, 7), codec, config, "inference-0#3")
+    """One that runs for all tests that only ask it through HTTP; of few programs, each of which is compiled first."""
+    few = config.model_copy(update={"decode_rows": (config.max_slots,)})
+    engine = InferenceEngine(decoder, WeightVersion(2, 7), codec, few, "inference-0#3")
     engine.start()
     engine.wait_until_ready(READY_TIMEOUT_S)
     yield engine
