@@ -207,13 +207,12 @@ def test_a_stall_is_found_from_the_update_alone(visitor):
 def test_the_ledger_in_three_units_and_a_ribbon_opens_its_groups(visitor):
     visitor.read("good")
     page = visitor.open("#/run/good/ledger", "Ledger")
-    expect(page.get_by_text("the update waited too long")).to_be_visible()
+    expect(page.get_by_role("cell", name="the update waited too long")).to_be_visible()
     page.get_by_role("button", name="tokens").click()
     expect(page.get_by_role("group", name="Ledger in tokens")).to_be_visible()
     page.get_by_role("button", name="rollouts").click()
-    page.get_by_role("link", name=re.compile("^stop → stale_step: 2 rollouts|→ stale_step: 2 rollouts")).first.click(
-        force=True
-    )
+    page.get_by_role("link", name=re.compile("→ stale_step: 2 rollouts")).first.focus()
+    page.keyboard.press("Enter")  # where ribbons cross, a click in the middle of one may meet another
     expect(page.locator("h1").first).to_have_text("Groups")
     expect(page.locator("a.vrow")).to_have_count(1)
     expect(page.locator("a.vrow")).to_contain_text("cats-0-3")
