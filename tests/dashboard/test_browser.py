@@ -443,7 +443,7 @@ def test_a_live_run_grows_on_the_page(browser, tmp_path):
         {"rollout_id": "cats-0-2/0", "fate": "evicted", "reason": "no room", "step": 6, "lineage": 0, "time": 2.0}
     )
     fates.close()
-    page.get_by_role("link", name="Ledger").click()
+    page.get_by_role("navigation", name="Pages").get_by_role("link", name="Ledger").click()
     expect(page.get_by_text("no room")).to_be_visible(timeout=20_000)
     visitor.context.close()
     served.end()
