@@ -125,7 +125,8 @@ def test_a_run_of_many_components_without_signal_says_so(run_dir: Path, monkeypa
     assert (steps[0], steps[-1]) == (0, 4)
     run.conductor.refresh()
     assert progress.units_per_s is not None and progress.units_per_s > 0
-    assert {metric.name for metric, _ in progress.told()} >= {"rollout/truncated_fraction", "train/entropy"}
+    told = {metric.name for metric, _ in progress.told()}  # nothing is computed, so nothing has an entropy
+    assert told >= {"rollout/truncated_fraction", "train/zero_variance_groups"} and "train/entropy" not in told
 
 
 @pytest.mark.slow
