@@ -129,16 +129,19 @@ class PrefixIndex:
         self._held: dict[int, np.ndarray] = {}
         self._used: dict[int, int] = defaultdict(int)
         self._clock = 0
+        self._shared: dict[bytes, dict[int, int]] = {}  # of texts that were asked for since anything changed
 
     def begin(self, slot: int, held: np.ndarray) -> None:
         """The slot is given to another response, and of what it held only this stays."""
         self._held[slot] = held
+        self._shared.clear()
         self.touch(slot)
 
     def note(self, slot: int, held: np.ndarray) -> None:
         """The slot of a response holds this now, unless what it was given for is forgotten."""
         if slot in self._held:
             self._held[slot] = held
+            self._shared.clear()
             self.touch(slot)
 
     def touch(self, slot: int) -> None:
@@ -152,15 +155,22 @@ class PrefixIndex:
         differ = held[: len(text)] != text[: len(held)]
         return int(differ.argmax()) if differ.any() else len(differ)
 
+    def _commons(self, text: np.ndarray) -> dict[int, int]:
+        """`common` of each slot that holds anything; samples of one prompt ask the same."""
+        key = text.tobytes()
+        if key not in self._shared:
+            self._shared[key] = {slot: self.common(slot, text) for slot in self._held}
+        return self._shared[key]
+
     def longest(self, text: np.ndarray) -> tuple[int, int]:
         """The first slot that holds the most tokens of that beginning, and how many; −1 where none holds any."""
-        found = max(((self.common(slot, text), -slot) for slot in self._held), default=(0, 1))
+        found = max(((common, -slot) for slot, common in self._commons(text).items()), default=(0, 1))
         return (-found[1], found[0]) if found[0] else (-1, 0)
 
     def home(self, text: np.ndarray, free: Sequence[int]) -> int | None:
         """The free slot in which that text can go on with at least half of what is there, and how much that is."""
-        shared = {slot: self.common(slot, text) for slot in free if slot in self._held}
-        fits = [slot for slot, common in shared.items() if 0 < len(self._held[slot]) <= 2 * common]
+        shared = self._commons(text)
+        fits = [slot for slot in free if 0 < len(self._held.get(slot, ())) <= 2 * shared[slot]]
         return max(fits, key=lambda slot: (shared[slot], -slot), default=None)
 
     def oldest(self, free: Sequence[int]) -> int:
@@ -175,4 +185,5 @@ class PrefixIndex:
     def clear(self) -> None:
         """Forgets everything."""
         self._held.clear()
+        self._shared.clear()
         self._used.clear()
