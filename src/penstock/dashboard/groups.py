@@ -306,8 +306,9 @@ def state_style(state: str) -> str:
 
 
 def counts_text(counts: dict[str, int]) -> str:
-    """Counts in words, the largest first."""
-    return ", ".join(f"{count:,} {state}" for state, count in sorted(counts.items(), key=lambda item: -item[1]))
+    """Counts in words, the largest first, equal ones by name."""
+    largest_first = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count:,} {state}" for state, count in largest_first)
 
 
 def _columns(groups: Sequence[GroupSummary]) -> list[_Column]:
