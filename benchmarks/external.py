@@ -48,6 +48,8 @@ NOISE = 2.0
 LIMIT_S = 3600.0
 """Longest wait for one run."""
 POLL_S = 0.2
+CPU_SHARE = "0.2"
+"""Of this machine's memory, for vLLM where it has no card: weights, and a cache for a few short answers."""
 PROMPT = "{question} Answer with #### and the number alone: #### 12"
 
 
@@ -71,7 +73,8 @@ def overrides(given: argparse.Namespace) -> list[str]:
 
 def through_vllm(given: argparse.Namespace, weights: str) -> list[str]:
     """What makes a vLLM server answer."""
-    words = ["--gpu-memory-utilization", given.vllm_share] if given.vllm_share else ["--enforce-eager"]
+    words = ["--gpu-memory-utilization", given.vllm_share or CPU_SHARE]
+    words += [] if given.vllm_share else ["--enforce-eager"]
     external = {"launch": [given.vllm, "serve", "{model}", *words], "weights": weights}
     return ["inference.engine=vllm", f"inference.external={json.dumps(external)}"]
 
