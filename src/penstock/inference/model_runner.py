@@ -167,17 +167,8 @@ class ModelSplit:
         """Of each array of a cache: (slot, kv head, position, head dim), split by heads."""
         return NamedSharding(self.mesh, PartitionSpec(None, MODEL_AXIS))
 
-    def serve(self, decoder: Decoder, held: ServedWeights | None = None) -> ServedWeights:
-        """Puts each parameter, part by part, onto its devices; the decoder itself stays where it is.
-
-        Args:
-            decoder: What is going to be served.
-            held: What is served now: beside an adapter the base is the same, and only the adapter is put there.
-        """
-        if decoder.adapter is not None and held is not None:
-            base = tuple(dataclasses.replace(layer, adapter=None) for layer in held.layers)
-            decoder = dataclasses.replace(held.ends, layers=base, adapter=self._place(decoder.adapter))
-            return dataclasses.replace(ServedWeights.of(decoder), scores_via=held.scores_via)
+    def serve(self, decoder: Decoder) -> ServedWeights:
+        """Puts each parameter, part by part, onto its devices; the decoder itself stays where it is."""
         weights = ServedWeights.of(self._place(decoder))
         by_token = NamedSharding(self.mesh, PartitionSpec(None, MODEL_AXIS if self.vocabulary else None))
         return dataclasses.replace(self._place(weights), scores_via=(by_token, self.whole))
@@ -245,7 +236,7 @@ class ModelRunner:
         self._split = ModelSplit.over(decoder.config, devices, config.section) if devices > 1 else None
         self._lazy: LazyPrograms | None = None
         self.first = False
-        self._weights = self._prepared(decoder, None)
+        self._weights = self._unstacked(decoder)
         light = functools.partial(light_programs, self._platform, decoder.config.dtype)
         self._programs = light() if self._split is None else split_programs(self._split)
         create = functools.partial(self._programs.create, decoder.config, config.max_slots, self._windows[0])
@@ -264,15 +255,20 @@ class ModelRunner:
         """As the last program leaves it; donated to the next one."""
         return self._cache
 
-    def prepare(self, decoder: Decoder) -> ServedWeights:
-        """Weights as the programs take them, on their devices; what is served stays as it is. For any thread."""
-        return self._prepared(decoder, self._weights)
-
-    def _prepared(self, decoder: Decoder, held: ServedWeights | None) -> ServedWeights:
+    def _unstacked(self, decoder: Decoder) -> ServedWeights:
         if are_shapes(decoder):
             return jax.eval_shape(ServedWeights.of, decoder)
-        weights = ServedWeights.of(decoder) if self._split is None else self._split.serve(decoder, held)
+        weights = ServedWeights.of(decoder) if self._split is None else self._split.serve(decoder)
         return jax.block_until_ready(weights)
+
+    def prepare(self, arrays: Mapping[str, Array | np.ndarray], held: ServedWeights | None = None) -> ServedWeights:
+        """Weights as the programs take them, on their devices; what is served stays as it is. For any thread.
+
+        Args:
+            arrays: As `ServedWeights.renewed` takes them.
+            held: What they are put into; by default what is served.
+        """
+        return jax.block_until_ready((held or self._weights).renewed(arrays))
 
     @property
     def weights(self) -> ServedWeights:
@@ -537,7 +533,7 @@ class ModelRunner:
     def _lowered(self, idle_rows: HostRows) -> Programs:
         """Every program in every shape, by what it is for."""
         run: Any = self._programs  # what is jitted can be lowered
-        weights, config = self._weights, self._config
+        weights, config = jax.eval_shape(lambda: self._weights), self._config  # shapes: what waits keeps none alive
         rows, found = to_device(idle_rows), dict[str, Any]()
         caches = {window: self._cache_shape(config.max_slots, window) for window in self._windows}
         for window, cache in caches.items():

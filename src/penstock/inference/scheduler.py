@@ -14,8 +14,9 @@ what a slot holds is forgotten with the weights that made it.
 import time
 from bisect import insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -354,9 +355,9 @@ class RunningBatch:
         """Of what lies there. For any thread."""
         return self._runner.digests(weights)
 
-    def prepare(self, decoder: Decoder) -> ServedWeights:
-        """Weights as the programs take them; what runs goes on meanwhile. For any thread."""
-        return self._runner.prepare(decoder)
+    def prepare(self, arrays: Mapping[str, Any], held: ServedWeights | None) -> ServedWeights:
+        """`ModelRunner.prepare`; what runs goes on meanwhile. For any thread."""
+        return self._runner.prepare(arrays, held)
 
     @property
     def weights(self) -> ServedWeights:

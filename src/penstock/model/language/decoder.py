@@ -254,11 +254,12 @@ OPTIONAL = (
 
 def _unstacked(stacked: Tree, depth: int) -> tuple[Tree, ...]:
     """The layers one by one, by one small program: XLA would compile a copy of it for each in one program for all."""
-    return tuple(_layer_of(stacked, np.int32(index)) for index in range(depth))
+    return tuple(layer_of(stacked, np.int32(index)) for index in range(depth))
 
 
 @jax.jit
-def _layer_of(stacked: Tree, index: Int[Array, ""]) -> Tree:
+def layer_of(stacked: Tree, index: Int[Array, ""]) -> Tree:
+    """One layer of stacked arrays."""
     return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False), stacked)
 
 
