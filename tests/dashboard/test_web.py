@@ -8,6 +8,7 @@ from pathlib import Path
 
 import duckdb
 import httpx
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
@@ -16,7 +17,8 @@ from penstock.dashboard.index import RunIndex
 from penstock.dashboard.observation import ObservedRuns
 from penstock.dashboard.pages import MARKS, RUN_PAGES
 from penstock.dashboard.web import CONTENT_SECURITY_POLICY, Queries, create_dashboard, static_files
-from penstock.rundir import EventLog, MetricsLog
+from penstock.rundir import EventLog, MetricsLog, RescoredRollout, read_examples, read_records, write_rescored
+from penstock.rundir.rescored_rows import rescored_path
 from penstock.types import ConfigError, RunDirectoryError
 from tests.dashboard.sample_run import HOSTILE, write_run
 from tests.object_stores import s3_server, s3_url  # noqa: F401  (fixtures)
@@ -169,6 +171,29 @@ def test_a_group_token_by_token(client):
     assert said[0][1] == pytest.approx(-0.01, abs=0.2) and said[0][2] == 1.5 and said[0][3] == 1
     assert all(len(piece) == 1 for piece in first["turns"][3]["pieces"])  # what a tool said was not sampled
     assert page["neighbours"] == ["cats-0-1", "cats-0-10"]
+
+
+def test_ratios_and_entropies_are_those_that_were_computed_of_its_update(client, runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory = runs.find("mine").directory
+    page = get(client, "/api/runs/mine/group", id="cats-0-1")
+    command = f"penstock why {directory.path} --step 2"
+    assert page["explained"] == {"newest": [], "missing": True, "commands": [command]}
+    assert all(len(piece) in (1, 5) for turn in page["members"][0]["turns"] for piece in turn["pieces"])
+    example = read_examples(directory.batches / "batch_1_1.parquet")[1]  # of cats-0-1/1
+    numbers = np.full((3, len(example.tokens) - 1), np.nan, np.float32)  # as if its end had been cut off
+    sampled = example.loss_mask[:-1]
+    behaviour = read_records(directory.rollouts / "part-b.parquet")[1].rollout.response_logprobs[: sampled.sum()]
+    numbers[:, sampled] = [behaviour + 0.5, np.full(sampled.sum(), 1.25), behaviour - 0.25]
+    write_rescored(directory, "batch_1_1", [RescoredRollout("cats-0-1/1", 7, *numbers)])
+    page = get(client, "/api/runs/mine/group", id="cats-0-1")
+    assert page["explained"] == {"newest": [7], "missing": True, "commands": [command]}  # its neighbour has none
+    pieces = page["members"][1]["turns"][1]["pieces"]
+    assert pieces[0][5:] == pytest.approx([0.5, -0.25, 1.25]) and pieces[-1][5:] == [None] * 3
+    rescored_path(directory, "batch_1_1").write_bytes(b"half")
+    page = get(client, "/api/runs/mine/group", id="cats-0-1")
+    assert "tokens have no ratio" in page["note"] and len(page["members"][1]["turns"][1]["pieces"][0]) == 5
+    assert "explained" not in get(client, "/api/runs/mine/group", id="cats-0-5")  # never stored
 
 
 @pytest.mark.attack

@@ -38,13 +38,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.dashboard.compare import compare_page
-from penstock.dashboard.index import cache_folder
 from penstock.dashboard.observation import ObservedRun, ObservedRuns
 from penstock.dashboard.pages import RUN_PAGES, film, runs_page, safe
 from penstock.dashboard.rollouts import distinct_names, plain
 from penstock.inference.access import TOKEN_SHOWN, AccessRules, BoundedPosts, KnownHost
 from penstock.inference.config import is_loopback
 from penstock.inference.http_server import HttpServer
+from penstock.rundir.directory import cache_folder
 from penstock.rundir.logs import to_json
 from penstock.rundir.views import RunViews
 from penstock.types import ConfigError, PenstockError
