@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import duckdb
@@ -14,9 +15,9 @@ from starlette.testclient import TestClient
 
 from penstock.dashboard import DashboardSettings, serve_dashboard
 from penstock.dashboard.index import RunIndex
-from penstock.dashboard.observation import ObservedRuns
+from penstock.dashboard.observation import REST, ObservedRun, ObservedRuns
 from penstock.dashboard.pages import MARKS, RUN_PAGES
-from penstock.dashboard.web import CONTENT_SECURITY_POLICY, Queries, create_dashboard, static_files
+from penstock.dashboard.web import CONTENT_SECURITY_POLICY, KeptPages, Queries, create_dashboard, static_files
 from penstock.rundir import EventLog, MetricsLog, RescoredRollout, read_examples, read_records, write_rescored
 from penstock.rundir.rescored_rows import rescored_path
 from penstock.types import ConfigError, RunDirectoryError
@@ -445,6 +446,50 @@ def test_it_serves_a_live_run_and_tells_its_news(tmp_path, monkeypatch):
         stop.set()
         thread.join(20)
     assert not thread.is_alive()
+
+
+class Costly:
+    """A page that counts how often it is made, and takes so long of the processor."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.made, self.now, self._spent = 0, 100.0, 0.0
+        monkeypatch.setattr("penstock.dashboard.web.time.thread_time", lambda: self._spent)
+        for name in ("reward", "fleet"):
+            monkeypatch.setitem(RUN_PAGES, name, lambda run, words: self._make(seconds))
+        self.kept = KeptPages(lambda: self.now)
+
+    def _make(self, seconds):
+        self.made, self._spent = self.made + 1, self._spent + seconds
+        return {"made": self.made}
+
+
+def test_a_page_is_made_once_until_there_is_news(runs, monkeypatch):
+    costly, run = Costly(monkeypatch, 0.2), runs.find("mine")
+    dead = run.status().state
+    assert dead == "dead" and run.progress == ""
+    assert [costly.kept.answer(run, "reward", {}) for _ in range(3)] == [{"made": 1}] * 3
+    assert costly.kept.answer(run, "reward", {"of": "eval"}) == {"made": 2}  # another question
+    assert costly.kept.answer(runs.find("other"), "reward", {}) == {"made": 3}
+    monkeypatch.setattr(run, "version", run.version + 1)
+    assert costly.kept.answer(run, "reward", {}) == {"made": 4}  # of a dead run at once
+    assert [costly.kept.answer(run, "fleet", {})["made"] for _ in range(2)] == [5, 6]  # never kept
+
+
+def test_a_costly_page_of_a_run_that_goes_on_is_made_seldom(runs, monkeypatch):
+    costly, run = Costly(monkeypatch, 0.1), runs.find("mine")
+    living = run.status()
+    monkeypatch.setattr(ObservedRun, "status", lambda self: replace(living, state="running", why=""))
+    answer = lambda: costly.kept.answer(run, "reward", {})["made"]  # noqa: E731
+    assert answer() == 1
+    monkeypatch.setattr(run, "version", run.version + 1)
+    costly.now += 0.1 * REST - 0.01
+    assert answer() == 1
+    costly.now += 0.02
+    assert answer() == 2
+    monkeypatch.setattr(run, "progress", "reading rollouts")  # of half a run nothing is kept
+    monkeypatch.setattr(run, "version", run.version + 1)
+    costly.now += 60
+    assert [answer(), answer()] == [3, 4]
 
 
 def test_it_starts_without_jax(parent):

@@ -1,5 +1,6 @@
 """Commands about a run that goes on, or has ended: dashboard, rollouts, status, scale, replay, why."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -102,6 +103,7 @@ def dashboard(
     from penstock.dashboard import DashboardSettings, serve_dashboard
 
     settings = DashboardSettings(host, port, read_token(token_file), tls_cert, tls_key, trust)
+    os.nice(10)  # a run that computes on this machine comes first
     serve_dashboard(path, settings, announce=partial(print, flush=True))
     return 0
 
