@@ -7,8 +7,8 @@ parameters, 8 groups of 8 answers of 64 tokens after prompts of 16, at staleness
 `GRPOTrainer` on the same, in turn. The clock runs from before the process is started until the update is done: imports,
 a model of random weights, compilation (on CPUs nothing compiled is kept between runs), the first batch, the update.
 Programs are compiled beside other phases, too, and are listed where they were done.
-Beyond TRL, Penstock compares engine and learner, evaluates one prompt, writes a checkpoint and keeps what was
-generated; all of that counts. Bytecode of what is imported is made before the first round.
+Neither evaluates the untrained policy. Beyond TRL, Penstock compares engine and learner, writes a checkpoint and keeps
+what was generated; all of that counts. Bytecode of what is imported is made before the first round.
 
 `--trl-python` names the interpreter of an environment with `trl` and `torch`; without it that peer is skipped. Exits
 with 1 where Penstock's median takes longer than TRL's.
@@ -36,7 +36,6 @@ GROUPS, SAMPLES, TOKENS = 8, 8, 64
 _PHASES = {
     "starting components": "start of engine and learner, compilation",
     "checking that engines and learner agree": "comparison of engine and learner",
-    "evaluating the untrained policy": "evaluation of one prompt",
     "training": "checkpoint, first batch, rest of compilation, update",
 }
 """What each phase before the first update is, in order, by its name in events.jsonl."""
@@ -104,7 +103,9 @@ def child(folder: Path) -> None:
 
     train, imported = penstock.train, time.time()
     options = argparse.Namespace(steps=1, groups=GROUPS, samples=SAMPLES, tokens=TOKENS, micro_batch_rows=16)
-    config = steps.configuration(options, 0).model_copy(update={"steps": 1})
+    config = steps.configuration(options, 0)
+    curriculum = config.curriculum.model_copy(update={"eval_before": False})
+    config = config.model_copy(update={"steps": 1, "curriculum": curriculum})
     print(json.dumps({"imported": imported}), flush=True)
     train(config, folder, recipe="first_step", quiet=True)
 

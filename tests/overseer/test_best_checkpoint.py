@@ -20,6 +20,12 @@ def test_a_metric_that_no_evaluation_gives_is_refused_with_those_that_there_are(
         tiny({"overseer": {"keep_best": metric}})
 
 
+def test_the_last_version_alone_is_no_choice():
+    changes = {"curriculum": {"eval_frequency": 0, "eval_before": False}}
+    with pytest.raises(ConfigError, match="last version is the only one evaluated .*: set a frequency"):
+        tiny({**changes, "overseer": {"keep_best": "eval/cats/reward_mean"}})
+
+
 class Told:
     def __init__(self) -> None:
         self.calls: list[Any] = []

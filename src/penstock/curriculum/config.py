@@ -160,6 +160,7 @@ class CurriculumConfig(_Frozen):
         when_complete: Whether a run stops when every lesson has graduated, or goes on rehearsing.
         eval_frequency: Full evaluation every so many steps; 0 never.
         eval_n_examples: Prompts per lesson in a full evaluation.
+        eval_before: Evaluate the untrained policy too, and what a warm start has made of it.
         micro_eval_frequency: A quick look every so many steps, which changes nothing; 0 never.
         micro_eval_n_examples: Prompts per lesson in it.
         micro_eval_lessons: Which lessons it looks at: `all`, or the one that the newest group was drawn from.
@@ -172,6 +173,7 @@ class CurriculumConfig(_Frozen):
     when_complete: Literal["stop", "continue"] = "continue"
     eval_frequency: int = Field(default=100, ge=0)
     eval_n_examples: int = Field(default=64, ge=1)
+    eval_before: bool = True
     micro_eval_frequency: int = Field(default=10, ge=0)
     micro_eval_n_examples: int = Field(default=4, ge=1)
     micro_eval_lessons: Literal["all", "sampled"] = "all"

@@ -186,7 +186,7 @@ class ServedWeights(eqx.Module):
         }
 
     @staticmethod
-    def _named(layer: Layer) -> dict[str, Array]:
+    def _named(layer: Layer) -> dict[str, Any]:
         return stack_names(named_leaves(layer))
 
 

@@ -109,7 +109,9 @@ class InferenceEngine:
     @staticmethod
     def first_programs(model: ModelConfig, config: EngineConfig) -> Programs:
         """What an engine for such a model needs first that is started lazily, from shapes alone; none over devices."""
-        return RunningBatch(Decoder.of_shapes(model), config, ThroughputMeter()).first_programs()
+        decoder = Decoder.of_shapes(model)
+        first = RunningBatch(decoder, config, ThroughputMeter()).first_programs()
+        return {"layers apart": lambda: decoder.lower_apart().compile(), **first} if first else {}
 
     @property
     def config(self) -> EngineConfig:
@@ -555,8 +557,7 @@ class InferenceEngine:
 
     def _unfinished(self) -> list[Response]:
         with self._changed:
-            waiting = list(self._waiting)
-            self._waiting.clear()
+            waiting, self._waiting = self._waiting, deque()
         return [*self._batch.responses, *waiting]
 
     def _abort(self) -> int:
@@ -573,8 +574,7 @@ class InferenceEngine:
 
     def _fail_scorings(self, error: BaseException) -> None:
         with self._changed:
-            unfinished = list(self._scorings)
-            self._scorings.clear()
+            unfinished, self._scorings = self._scorings, deque()
         for scoring in unfinished:
             scoring.fail(error)
 

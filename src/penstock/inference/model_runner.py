@@ -72,7 +72,7 @@ class CompiledSteps(NamedTuple):
 def _on_one_device(options: Any = None) -> CompiledSteps:
     jit = functools.partial(jax.jit, compiler_options=options)
     return CompiledSteps(
-        create=create_cache,
+        create=jax.jit(create_cache, static_argnums=(0, 1, 2)),
         decode=jit(decode, static_argnames=("steps", "kernel", "alternatives"), donate_argnames="cache"),
         prefill=jit(prefill, static_argnames="kernel"),
         extend=jit(extend, donate_argnames="cache"),
@@ -295,8 +295,8 @@ class ModelRunner:
     def prefill(self, tokens: Int32[np.ndarray, "rows length"], source: Int32[np.ndarray, " slots"]) -> None:
         """Runs padded prompts and copies row ``source[s]`` into slot s (−1: none)."""
         self._need(_PREFILL.format(*tokens.shape), _INSERT.format(*tokens.shape, self.window))
-        length = tokens.shape[1]
-        prefilled = self._programs.prefill(self._weights, jax.device_put(tokens), kernel=self._prefill_kernel(length))
+        length, run = tokens.shape[1], self._programs.prefill
+        prefilled = run(self._weights, jax.device_put(tokens), kernel=self._prefill_kernel(length))
         rows = {slot: (row, length) for slot, row in enumerate(source.tolist()) if row >= 0}
         moves = Moves.of(rows, len(source), length)
         self._cache = jax.tree.map(lambda *arrays: self._programs.insert(*arrays, moves), self._cache, prefilled)
@@ -493,16 +493,18 @@ class ModelRunner:
         """
         if self._split is not None:
             return {}
-        programs = self._lowered(idle_rows)
-        return {name: programs[name] for name in self._first}
+        run: Any = self._programs
+        programs, made = self._lowered(idle_rows), (self._weights.ends.config, self._config.max_slots, self._windows[0])
+        cache = {f"cache, window {made[-1]}": lambda: run.create.lower(*made).compile()}  # which an engine begins with
+        return cache | {name: programs[name] for name in self._first}
 
     @property
     def _first(self) -> list[str]:
         smallest = self._windows[0]
         first = [_DECODE.format(smallest)]
-        for rows, length in sorted(self._prefill_shapes(smallest), key=lambda shape: (shape[1], -shape[0]))[:1]:
-            first += [_PREFILL.format(rows, length), _INSERT.format(rows, length, smallest)]
-        return first
+        for shape in sorted(self._prefill_shapes(smallest), key=lambda shape: (shape[1], -shape[0]))[:1]:
+            first += [_PREFILL.format(*shape), _INSERT.format(*shape, smallest)]
+        return first + list(self._weights.lower_digests())
 
     def _need(self, *names: str) -> None:
         if self._lazy is not None:
@@ -536,9 +538,8 @@ class ModelRunner:
         """Every program in every shape, by what it is for."""
         run: Any = self._programs  # what is jitted can be lowered
         weights, config = self._weights, self._config
-        rows = to_device(idle_rows)
+        rows, found = to_device(idle_rows), dict[str, Any]()
         caches = {window: self._cache_shape(config.max_slots, window) for window in self._windows}
-        found: dict[str, Any] = {}
         for window, cache in caches.items():
             for name, count, kernel in self._decode_shapes(window):
                 given = jax.eval_shape(lambda count=count: jax.tree.map(lambda array: array[:count], rows))
@@ -570,8 +571,7 @@ class ModelRunner:
 
     def _first_runs(self, idle_rows: HostRows) -> Iterator[tuple[str, Callable[[], object]]]:
         """By name: runs each program once, window by window."""
-        slots = self._config.max_slots
-        nowhere = np.full(slots, -1, np.int32)
+        nowhere = np.full(self._config.max_slots, -1, np.int32)
 
         def begin(window: int) -> None:
             self.resize(window)
@@ -581,11 +581,11 @@ class ModelRunner:
 
         for window in self._windows:
             yield _DECODE.format(window), functools.partial(begin, window)
-            for rows, length in self._prefill_shapes(window):
-                prefill = functools.partial(self.prefill, np.zeros((rows, length), np.int32), nowhere)
-                yield f"prefill, {rows} × {length} prompt tokens, window {window}", prefill
+            for shape in self._prefill_shapes(window):
+                prefill = functools.partial(self.prefill, np.zeros(shape, np.int32), nowhere)
+                yield f"{_PREFILL.format(*shape)}, window {window}", prefill
             for size in self._extensions(window):
-                extend = functools.partial(self.extend, np.zeros(size, np.int32), slots, 0)
+                extend = functools.partial(self.extend, np.zeros(size, np.int32), len(nowhere), 0)
                 yield _EXTEND.format(size, window), extend
         yield "digests", self._weights.digests
 

@@ -44,6 +44,7 @@ from penstock.learner.optimizer import (
     initial_state,
     join_frozen,
     learning_rate,
+    lower_moments,
     split_frozen,
     to_named,
 )
@@ -149,6 +150,11 @@ class Learner:
         """Those of `score` and of an update."""
         return {**self.scoring_programs(), **self.update_programs()}
 
+    def first_programs(self) -> Programs:
+        """What making such a learner and announcing its weights need; small ones."""
+        moments = {} if self.optimizer.offload else {"moments": partial(lower_moments, self.optimizer, self._decoder)}
+        return _compiling({**moments, **self._decoder.lower_digests()})
+
     def scoring_programs(self) -> Programs:
         """Those of `score`."""
         rows = {n: empty_micro_batch(RowShape(n, 1)) for n in reversed(self._scored_lengths)}
@@ -215,7 +221,8 @@ class Learner:
         first = None if left_out else self._taken_ahead(batch)
         whole, value_metrics = self._prepared(batch, version_step, scoring_s, first)
         makers = [partial(self._planned, each, left_out) for each in self._minibatches(whole, self._step)]
-        plan = None if self._scores_first else first
+        scores_first = self._config.recomputes_proximal or self._critic.head is not None  # forward passes alone
+        plan = None if scores_first else first
         for following in [*makers[1:], self._plan_coming]:
             outcome, plan = self._optimiser_step(plan or makers[len(outcomes)](), rate, following)
             outcomes.append(outcome)
@@ -445,11 +452,6 @@ class Learner:
         return Minibatch(examples, proximal, targets), metrics
 
     # --- what is packed ahead --------------------------------------------------------------------------------------
-
-    @property
-    def _scores_first(self) -> bool:
-        """Whether an update begins with forward passes alone."""
-        return self._config.recomputes_proximal or self._critic.head is not None
 
     def _taken_ahead(self, batch: TrainingBatch) -> UpdatePlan | None:
         """What was packed of this batch; whatever else there is, is let go."""

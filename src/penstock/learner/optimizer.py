@@ -219,8 +219,20 @@ def initial_state(config: OptimizerConfig, parameters: PyTree) -> OptimizerState
         return jax.eval_shape(partial(initial_state, config), parameters)
     as_float32 = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained)
     own = all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(trained))
-    moments = jax.jit(transformation(config).init)(as_float32)  # one program; otherwise one for each shape of zeros
-    return OptimizerState(moments, None if own else as_float32)
+    return OptimizerState(_moments_maker(config)(as_float32), None if own else as_float32)
+
+
+@cache
+def _moments_maker(config: OptimizerConfig) -> Any:
+    """One program; otherwise it would be one for each shape of zeros."""
+    return jax.jit(transformation(config).init)
+
+
+def lower_moments(config: OptimizerConfig, parameters: PyTree) -> Any:
+    """The program of `initial_state` for arrays of these shapes on a device, lowered."""
+    trained, _ = split_frozen(config.frozen, parameters)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trained)
+    return _moments_maker(config).lower(shapes)
 
 
 def _initial_in_host(config: OptimizerConfig, trained: PyTree) -> OptimizerState:

@@ -100,7 +100,7 @@ def joined_digests(parts: Iterable[tuple[int, Mapping[str, Array | np.ndarray]]]
     return {name: "".join(f"{lane:08x}" for lane in lanes.tolist()) for name, lanes in sums.items()}
 
 
-def lower_digests(arrays: Mapping[str, Array | np.ndarray]) -> Any:
+def lower_digests(arrays: Mapping[str, Any]) -> Any:
     """The program that `digests_of` runs on arrays of these names and shapes, or on one of the parts, lowered."""
     return _digest_sums.lower(dict(arrays), np.uint32(0))
 

@@ -253,6 +253,11 @@ class RunConfig(BaseModel):
         self._check_replay()
         self._check_runtime()
         self.overseer.check_keep_best(self.curriculum.lessons, ("reward_mean", "success_rate", "pass_at_k"))
+        if self.overseer.keep_best and not (self.curriculum.eval_frequency or self.curriculum.eval_before):
+            raise ValueError(
+                f"overseer.keep_best is {self.overseer.keep_best}, but the last version is the only one evaluated "
+                "(curriculum.eval_frequency is 0, curriculum.eval_before is false): set a frequency"
+            )
         storage = self.rollout.storage
         if (
             storage.kind == "file"

@@ -468,6 +468,8 @@ def _table(summary: RunSummary) -> Table:
     if not summary.warm_start:
         del stages["warm start"]
     for stage, results in stages.items():
+        if not results:
+            continue  # curriculum.eval_before: false
         known = {lesson_id: interval_text(stats) for lesson_id, stats in results.items()}
         table.add_row(stage, *(known.get(lesson_id, "–") for lesson_id in summary.after))  # a resume may add lessons
     if language:

@@ -1,4 +1,5 @@
 import threading
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 from penstock.environments import CatsEnvironment
 from penstock.inference import InferenceEngine
 from penstock.model.language import save_decoder
+from penstock.model.language.decoder import decoder_digests
 from penstock.model.programs import LazyPrograms, compile_programs, processors_of_process
 from penstock.overseer.component import Settings
 from penstock.overseer.config import lesson_of_worker, rollout_workers
@@ -161,13 +163,7 @@ def test_learners_and_engines_programs_are_compiled_while_the_policy_is_drawn_an
     config = tiny(changes)
     start = LanguageKind().begin(config)
     assert start.begun is not None
-    learner = LanguageKind().make_learner(config, start)
-    engine = InferenceEngine(start.policy, WeightVersion(0, 0), start.codec, config.inference, begun=start.begun)
-    of_engine = engine._batch.first_programs()
-    assert [name.split(",")[0] for name in of_engine] == ["decode", "prefill", "insert"]
-    programs = {**learner.programs(), **of_engine}
-    assert sorted(start.begun.tasks_of(programs)) == sorted(programs)
-    start.begun.need(*programs)
+    start.begun.need(*start.begun._tasks)
     compiled = list[str]()
 
     def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -175,11 +171,46 @@ def test_learners_and_engines_programs_are_compiled_while_the_policy_is_drawn_an
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
+        learner = LanguageKind().make_learner(config, start)
+        engine = InferenceEngine(start.policy, WeightVersion(0, 0), start.codec, config.inference, begun=start.begun)
+        of_engine = InferenceEngine.first_programs(start.policy.config, config.inference)
+        programs = {**learner.first_programs(), **of_engine, **learner.programs()}
         for compile_it in programs.values():
             compile_it()
+        assert decoder_digests(LanguageKind().arrays(learner)) == engine._batch.weights.digests()
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
+    made = ["layers apart", "cache", "decode", "prefill", "insert", "digests", "digests"]
+    assert [name.split(",")[0] for name in of_engine] == made
+    assert sorted(start.begun.tasks_of(programs)) == sorted(programs)
     assert not [event for event in compiled if "backend_compile" in event]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_evaluations_before_training_can_be_left_out(wanted: bool):
+    told: list[str] = []
+
+    def evaluate(when: str) -> Generator[None, None, dict]:
+        told.append(when)
+        yield
+        return {}
+
+    warm_start = {"steps": 1, "batch_size": 1, "learning_rate": 1e-3}
+    run: Any = SimpleNamespace(
+        config=tiny({"learner": {"warm_start": warm_start}, "curriculum": {"eval_before": wanted}}),
+        phase=told.append,
+        results={},
+        evaluate=evaluate,
+        until_stopped=lambda steps: steps,
+        tasks=SimpleNamespace(task=lambda name, what: iter([None])),
+    )
+    each = LanguageKind()
+    each.served = lambda run: True  # type: ignore[method-assign]
+    list(each.before_training(run))
+    between = ["warm start", "checking that engines and learner agree"]
+    before, after = ["evaluating the untrained policy", "untrained"], ["evaluating the warm start", "before"]
+    assert told == ([*before, *between, *after] if wanted else between)
+    assert run.results == ({"untrained": {}, "before": {}} if wanted else {})
 
 
 def test_where_the_policy_cannot_be_loaded_what_is_not_begun_is_left_out(monkeypatch):

@@ -1,5 +1,6 @@
 """Evidence of parity: what is compared at an update, and who is asked; test_training has runs with a fault."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,13 @@ from penstock.inference import ScriptedContext
 from penstock.learner.config import WarmStartConfig
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.language import preparation
-from penstock.overseer.language.preparation import ParityCheck, Preparation, answers_cut_short, warm_start_lessons
+from penstock.overseer.language.preparation import (
+    PROBE_TOKENS,
+    ParityCheck,
+    Preparation,
+    answers_cut_short,
+    warm_start_lessons,
+)
 from penstock.overseer.supervisor.messages import Identity, Peer
 from penstock.rollout import RolloutManager
 from penstock.text import Tokenizer
@@ -212,7 +219,16 @@ def probe(*scores: float) -> float | None:
     rollouts = tuple(
         Rollout("cats", "0", PROMPT, RESPONSE, logprobs, rewards, 0.0, metadata, decoding=decoding) for _ in scores
     )
-    manager = SimpleNamespace(sample_batch=lambda *a, **k: (RolloutBatch((RolloutGroup("cats:0", rollouts),)), {}))
+
+    def sample_batch(*_: object, decoding: Decoding, **more: object) -> tuple[RolloutBatch, dict]:
+        assert decoding == Decoding(top_p=0.9, max_output_tokens=PROBE_TOKENS)
+        return RolloutBatch((RolloutGroup("cats:0", rollouts),)), {}
+
+    context = SimpleNamespace(tokenizer=None)
+    manager = SimpleNamespace(sample_batch=sample_batch, context=context)
+    lesson = SimpleNamespace(
+        sampling_params=SimpleNamespace(decoding=lambda _: replace(decoding, max_output_tokens=512))
+    )
     cluster, events = Cluster("inference-0"), []
     cluster.event = lambda kind, **fields: events.append((kind, fields))  # type: ignore[attr-defined]
     learner = SimpleNamespace(
@@ -220,7 +236,7 @@ def probe(*scores: float) -> float | None:
         score=lambda examples: [np.full(10, score, np.float32) for score in scores],
         rounding=lambda examples: None,
     )
-    config = SimpleNamespace(curriculum=SimpleNamespace(lessons={"cats": None}), learner=None)
+    config = SimpleNamespace(curriculum=SimpleNamespace(lessons={"cats": lesson}), learner=None)
     check = check_of(cluster)
     config.learner = SimpleNamespace(parity=check._config, row_length=64)
     config.model = SimpleNamespace(dtype="float32")

@@ -37,7 +37,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from penstock.model.arrays import joined_digests, named_leaves, with_named_leaves
+from penstock.model.arrays import joined_digests, lower_digests, named_leaves, with_named_leaves
 from penstock.model.language.adapter import Adapter
 from penstock.model.language.attention import Segments, attention
 from penstock.model.language.attention_choice import AttentionKernel, Remat
@@ -352,6 +352,16 @@ class Decoder(eqx.Module):
         pairs = zip(layers, _unstacked(self.adapter, depth), strict=True)
         return tuple(replace(layer, adapter=adapter) for layer, adapter in pairs)
 
+    def lower_apart(self) -> Any:
+        """The program that `layers_apart` runs for each layer, lowered; of shapes, too."""
+        return _layer_of.lower(self.adapter if isinstance(self.layers, tuple) else self.layers, np.int32(0))
+
+    def lower_digests(self) -> dict[str, Callable[[], Any]]:
+        """What lowers each program of `decoder_digests`, by what that reads; of shapes, too."""
+        names = ("digests of all", "digests of one layer")  # that of each which lies apart
+        parts = _parts(named_leaves(self))
+        return {name: partial(lower_digests, part) for name, (_, part) in zip(names, parts, strict=False)}
+
     def _scanned(self) -> tuple[Any, Callable[[Any], Layer]]:
         """What a scan over the layers goes through, and what makes a layer of one of its elements.
 
@@ -462,11 +472,15 @@ def stack_names(layer: Mapping[str, Any]) -> dict[str, Any]:
 
 def decoder_digests(arrays: Mapping[str, Array | np.ndarray]) -> dict[str, str]:
     """The digest of every one of `named_arrays`; of layers that lie apart as if they were a stack."""
+    return joined_digests(_parts(arrays))
+
+
+def _parts(arrays: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
     outer, layers = dict(arrays), dict[int, dict[str, Any]]()
     for name in arrays:
         if found := re.fullmatch(r"layers\.(\d+)\.(.+)", name):
             layers.setdefault(int(found[1]), {})[found[2]] = outer.pop(name)
-    return joined_digests([(0, outer), *((number, stack_names(layer)) for number, layer in layers.items())])
+    return [(0, outer), *((number, stack_names(layer)) for number, layer in layers.items())]
 
 
 def with_named_arrays(decoder: Decoder, arrays: Mapping[str, Array | np.ndarray]) -> Decoder:

@@ -226,7 +226,9 @@ def load_policy(config: PolicyConfig, seed: int, tokenizer: PolicyTokenizer) -> 
     if config.init is not None and directory is None:
         model = config.init.model(tokenizer.vocab_size, config.dtype)
         check_vocabulary(model, tokenizer)
-        return Decoder.initialise(model, jax.random.key(fold(seed, "model") % 2**32))
+        drawn_from = jax.device_put(np.array([0, fold(seed, "model") % 2**32], np.uint32))
+        # `jax.random.key` of that number, which would compile a program.
+        return Decoder.initialise(model, jax.random.wrap_key_data(drawn_from, impl="threefry2x32"))
     if directory is None or not Path(directory).is_dir():
         place = "there is no such directory" if config.initial_checkpoint is None else f"there is no {directory}"
         raise ConfigError(

@@ -147,7 +147,7 @@ _NAMES = (
     _Name("save_steps save_freq save_interval", ("overseer.checkpoint_every",), hint="in updates"),
     _Name("save_total_limit max_ckpt_to_keep", ("overseer.keep_checkpoints",)),
     _Name("eval_steps test_freq eval_interval", ("curriculum.eval_frequency", "evaluation.every"), hint="in updates"),
-    _Name("val_before_train", ("evaluation.before",), absent="the untrained policy is always evaluated"),
+    _Name("val_before_train", ("curriculum.eval_before", "evaluation.before")),
     _Name("log_completions", ("rollout.log_freq",), absent="there are no completions in a run of simulators"),
     _Name("logging_steps", absent="every update is logged"),
     _Name("report_to logger", ("tracking.wandb", "tracking.tensorboard")),

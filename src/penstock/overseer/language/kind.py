@@ -75,7 +75,7 @@ def _compiling(model: ModelConfig, config: RunConfig) -> LazyPrograms:
     has_engine = config.runtime == "local" and inference.external is None and config.replay.from_rollouts is None
     of_engine = InferenceEngine.first_programs(model, inference) if has_engine else {}
     learner = Learner(Decoder.of_shapes(model), config.learner, total_steps=1)
-    programs = LazyPrograms({**of_engine, **learner.programs()}, lambda told: None)
+    programs = LazyPrograms({**learner.first_programs(), **of_engine, **learner.programs()}, lambda told: None)
     programs.compile()
     return programs
 
@@ -448,17 +448,20 @@ class LanguageKind:
         yield from run.until_stopped(run.tasks.task("learner-0", "probe"))
 
     def before_training(self, run: Run) -> PhaseSteps:
-        """Evaluations before and after the warm start, whose weights are checked, too."""
-        run.phase("evaluating the untrained policy")
-        run.results["untrained"] = run.results["before"] = yield from run.evaluate("untrained")
-        check_best(run.config, run.results["before"])
+        """Evaluations before and after the warm start, where they are wanted; its weights are checked, too."""
+        evaluated = run.config.curriculum.eval_before
+        if evaluated:
+            run.phase("evaluating the untrained policy")
+            run.results["untrained"] = run.results["before"] = yield from run.evaluate("untrained")
+            check_best(run.config, run.results["before"])
         if run.config.learner.warm_start is not None:
             run.phase("warm start")
             yield from run.until_stopped(run.tasks.task("learner-0", "warm_start"))
             yield from self._until_served(run)
             yield from self.checked(run)
-            run.phase("evaluating the warm start")
-            run.results["before"] = yield from run.evaluate("before")
+            if evaluated:
+                run.phase("evaluating the warm start")
+                run.results["before"] = yield from run.evaluate("before")
 
     def after_training(self, run: Run) -> PhaseSteps:
         """Servers have the last weights, and why the training ended before its last step is told."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, NamedTuple, cast, final
 
 import numpy as np
@@ -46,6 +46,8 @@ from penstock.types import (
 if TYPE_CHECKING:
     from penstock.overseer.trainer import LearnerComponent
 
+PROBE_TOKENS = 32
+"""Most of an answer by which engines and learner are compared at the start."""
 MOST_CANARIES = 16
 """Engines that are asked at the same time."""
 CALL_S = 10.0
@@ -354,12 +356,13 @@ class Preparation:
         """
         self._component.doing = "checking that engines and learner agree"
         config, learner = self._component.config, self._learner
-        lesson_id = next(iter(config.curriculum.lessons))
+        lesson_id, lesson = next(iter(config.curriculum.lessons.items()))
         try:
             with self._manager() as manager:
-                batch, _ = manager.sample_batch(
-                    lesson_id, 4, 2, "eval", rng=0, weight_step=learner.step, worker_id="probe"
-                )
+                decoding = lesson.sampling_params.decoding(manager.context.tokenizer)
+                shorter = replace(decoding, max_output_tokens=min(decoding.max_output_tokens, PROBE_TOKENS))
+                asked = {"weight_step": learner.step, "worker_id": "probe", "decoding": shorter}
+                batch, _ = manager.sample_batch(lesson_id, 4, 2, "eval", rng=0, **asked)
         except EnvironmentFailure as failure:  # counted where it trains; parity is checked at every step, too
             self._ctx.event("parity_not_probed", lesson=lesson_id, reason=str(failure))
             return None
