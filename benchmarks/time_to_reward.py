@@ -7,9 +7,9 @@ weights that the run of the same seed began with: the same training prompts and 
 to each optimiser step, one step per batch, Adam with the same coefficients and rate. Every ten updates the policy gives
 eight answers to each of the recipe's held-out problems for decisions; the first mean that is at the bar counts. What is
 counted are the seconds from the start of the process until that is known, with the evaluations of both; Penstock's also
-has what it compares and the files that it writes. Neither evaluates before training. Seeds go in pairs, in turn; each run is in FOLDER's
-``outcomes.jsonl`` and is not made again. The ratio is the geometric mean of TRL's seconds by Penstock's, with Student's
-95% interval of its logarithm. Exits with 1 where a mark is missed.
+has what it compares and the files that it writes. Neither evaluates before training. Seeds go in pairs, in turn; each
+run is in FOLDER's ``outcomes.jsonl`` and is not made again. The ratio is the geometric mean of TRL's seconds by
+Penstock's, with Student's 95% interval of its logarithm. Exits with 1 where a mark is missed.
 """
 
 import argparse
