@@ -355,7 +355,7 @@ class Decoder(eqx.Module):
 
     def lower_apart(self) -> Any:
         """The program that `layers_apart` runs for each layer, lowered; of shapes, too."""
-        return _layer_of.lower(self.adapter if isinstance(self.layers, tuple) else self.layers, np.int32(0))
+        return layer_of.lower(self.adapter if isinstance(self.layers, tuple) else self.layers, np.int32(0))
 
     def lower_digests(self) -> dict[str, Callable[[], Any]]:
         """What lowers each program of `decoder_digests`, by what that reads; of shapes, too."""
