@@ -213,7 +213,7 @@ class InferenceEngine:
         return [p.future for p in pending]
 
     def score(
-        self, texts: Sequence[np.ndarray], temperature: float = 1.0, alternatives: int = 0
+        self, texts: Sequence[np.ndarray], temperature: float = 1.0, alternatives: int = 0, kept: bool = False
     ) -> list[Future[PromptScores]]:
         """Enqueues given texts to be scored, none of them if one is invalid.
 
@@ -224,6 +224,7 @@ class InferenceEngine:
             texts: int32 [p] each, at most `EngineConfig.max_seq_len` tokens.
             temperature: Divides the logits, as it does for what is sampled; 0 leaves them.
             alternatives: How many of the most probable tokens are told at each position.
+            kept: Whether a free slot takes what was cached, so that what goes on from a text need not prefill it.
 
         Returns:
             A future for each; one that is cancelled is not scored.
@@ -234,13 +235,13 @@ class InferenceEngine:
             Stopped: the engine was stopped; the futures, too, where it is stopped or paused by abortion meanwhile.
             RunFailed: the engine failed.
         """
-        scorings = [Scoring(text, temperature, alternatives) for text in texts]
+        scorings = [Scoring(text, temperature, alternatives, kept) for text in texts]
         for scoring in scorings:
             check_scoring(scoring, self._config, self._vocab_size)
         with self._changed:
             self._refuse_if_ended()
         for length in {len(text) for text in texts}:
-            self._batch.need_scores(length)
+            self._batch.need_scores(length, kept)
         with self._changed:
             self._refuse_if_ended()
             self._scorings.extend(scorings)
