@@ -10,16 +10,28 @@ percentile of filters that were not asked before, the longest frame while a list
 resident memory. On a machine with other work the server's processor seconds, printed beside, say more than the clock.
 Without a browser (extra `dashboard-test` and chromium) what needs one is left out, and said. Exits with 1 where a mark
 is missed.
+
+    python -m benchmarks.dashboard --pace [--rounds 8] [--seconds 18] [--folder FOLDER]
+
+How much slower a training run is while its page is open: `penstock train cats`, with a learning rate so small that its
+answers stay what they are. Windows with and without the page take turns in it
+(without, with; with, without; …), and each round's two are compared: updates per second by the moments in
+metrics.jsonl. With: a dashboard that reads the run on, and a client that does what the run's page does in a browser
+(listens for news, and asks for all that is drawn anew, at most every two seconds); the browser's own work is not
+counted, for it is mostly another machine's. Without: both stand still. The interval is Student's t over rounds.
 """
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -29,12 +41,17 @@ import psutil
 import pyarrow as pa
 
 from benchmarks.marks import Marks
-from penstock.rundir import RunDirectory
+from penstock.rundir import RunDirectory, read_metrics
 from penstock.rundir.parquet import write_parquet
 from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA
+from penstock.types.intervals import t_quantile
 
 PART_ROLLOUTS, GROUP, TOKENS = 50_000, 8, 8
 LIMIT_S = 900.0
+REDRAW_S = 2.0
+"""A page is drawn anew at most so often, as `app.js` does it."""
+CURVES = 12
+"""Of a run's page."""
 
 
 def make_run(path: Path, rollouts: int, updates: int, metrics: int) -> None:
@@ -139,6 +156,13 @@ class Watched:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return 1024 * int(re.findall(r"VmHWM:\s+(\d+)", status)[0])
 
+    def stop(self) -> None:
+        """It stands still until `go_on`."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
     def end(self) -> None:
         self.process.terminate()
         self.process.wait(30)
@@ -197,8 +221,145 @@ def browser_numbers(url: str, name: str) -> tuple[float, float] | None:
     return painted, frame
 
 
+class Page(threading.Thread):
+    """What a run's page asks of the dashboard while it is open, from `start` to `close`."""
+
+    def __init__(self, watched: Watched, name: str) -> None:
+        super().__init__(daemon=True)
+        self._watched, self._address, self._closing = watched, f"runs/{name}", threading.Event()
+        self.drawn, self.failure = 0, ""
+
+    def run(self) -> None:
+        try:
+            self._listen()
+        except httpx.HTTPError as error:
+            self.failure = repr(error)
+
+    def _listen(self) -> None:
+        last = -REDRAW_S
+        with httpx.stream("GET", f"{self._watched.url}/api/{self._address}/stream", timeout=60) as stream:
+            for line in stream.iter_lines():
+                if self._closing.is_set():
+                    return
+                if line.startswith("data:") and time.monotonic() - last >= REDRAW_S:
+                    last = time.monotonic()
+                    self._draw()
+
+    def _draw(self) -> None:
+        page = self._watched.ask(self._address)
+        self._watched.ask(f"{self._address}/curves", names=",".join(page["metrics"][:CURVES]), points=500)
+        self._watched.ask(f"{self._address}/reward")
+        self._watched.ask(f"{self._address}/findings")
+        self.drawn += 1
+
+    def close(self) -> None:
+        self._closing.set()
+        self.join(60)
+        if self.failure or not self.drawn:
+            raise RuntimeError(f"the page was not drawn: {self.failure or 'no news came'}")
+
+
+class Training:
+    """A run that goes on until it is ended."""
+
+    def __init__(self, path: Path) -> None:
+        words = ["steps=1000000", "learner.optimizer.learning_rate=1e-12", "curriculum.eval_frequency=0",
+                 "curriculum.micro_eval_frequency=0", "overseer.checkpoint_every=1000000"]  # fmt: skip
+        command = [sys.executable, "-m", "penstock", "train", "cats", "--run-dir", str(path), *words]
+        self.path, self._log = path, tempfile.TemporaryFile()
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+
+    def moments(self, begun: float = 0.0, ended: float = math.inf) -> list[float]:
+        """Unix seconds of its updates between two moments."""
+        if self._process.poll() is not None:
+            self._log.seek(0)
+            raise RuntimeError(f"the run ended: {self._log.read()[-2000:].decode(errors='replace')}")
+        lines = (
+            read_metrics(RunDirectory(self.path).metrics_path) if self.path.joinpath("metrics.jsonl").exists() else []
+        )
+        times = (float(line["time"] or 0) for line in lines if "train/loss" in line)
+        return [moment for moment in times if begun <= moment <= ended]
+
+    def wait_for(self, updates: int) -> None:
+        begun = time.monotonic()
+        while len(self.moments()) < updates:
+            if time.monotonic() - begun > LIMIT_S:
+                raise TimeoutError(f"no {updates} updates within {LIMIT_S:g} s")
+            time.sleep(0.2)
+
+    def updates_per_s(self, seconds: float) -> float:
+        """From now on."""
+        begun = time.time()
+        time.sleep(seconds)
+        moments = self.moments(begun, time.time())
+        return (len(moments) - 1) / (moments[-1] - moments[0])
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.wait(120)
+        self._log.close()
+
+
+def measure_pace(folder: Path, cache: Path, rounds: int, seconds: float) -> int:
+    """Ratios of paces, round by round; see the module."""
+    training = Training(folder / f"pace-{os.getpid()}")
+    watched = None
+    found: list[tuple[float, float]] = []
+    busy: list[float] = []
+    try:
+        training.wait_for(30)
+        watched = Watched(training.path, cache)
+        watched.wait_until_read(training.path.name)
+        watched.stop()
+        for number in range(rounds):
+            paces: dict[bool, float] = {}
+            for is_open in (False, True) if number % 2 == 0 else (True, False):
+                if is_open:
+                    pace, share = with_page(training, watched, seconds)
+                    busy.append(share)
+                else:
+                    pace = training.updates_per_s(seconds)
+                paces[is_open] = pace
+            found.append((paces[False], paces[True]))
+            print(f"round {number + 1}: {paces[False]:.3f} updates/s without, {paces[True]:.3f} with", flush=True)
+    finally:
+        if watched is not None:
+            watched.go_on()
+            watched.end()
+        training.end()
+    slower, half = lost_percent(found)
+    print(f"slower with an open page: {slower:.2f} % ± {half:.2f}, 95% of {rounds} rounds of windows of {seconds:g} s")
+    print(f"the dashboard took {1000 * np.mean(busy):.0f} ms of the processor a second, of {os.cpu_count()} cores")
+    marks = Marks()
+    marks.at_most("updates per second lost to an open page, %", slower, 1.0)
+    print("\n".join(marks.lines))
+    return int(marks.missed > 0)
+
+
+def lost_percent(paces: list[tuple[float, float]]) -> tuple[float, float]:
+    """How much slower the second of each pair is, by the mean of logarithms, and half the interval of that mean."""
+    lost = [100 * math.log(without / with_page) for without, with_page in paces]
+    return float(np.mean(lost)), t_quantile(len(lost) - 1) * float(np.std(lost, ddof=1)) / len(lost) ** 0.5
+
+
+def with_page(training: Training, watched: Watched, seconds: float) -> tuple[float, float]:
+    """Updates per second while the page is open, and seconds of the processor that the dashboard took in each."""
+    watched.go_on()
+    page = Page(watched, training.path.name)
+    page.start()
+    before = watched.processor_s()
+    pace = training.updates_per_s(seconds)
+    share = (watched.processor_s() - before) / seconds
+    page.close()
+    watched.stop()
+    return pace, share
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pace", action="store_true", help="how much slower a run is while its page is open")
+    parser.add_argument("--rounds", type=int, default=8, help="of --pace; at least 2")
+    parser.add_argument("--seconds", type=float, default=18.0, help="of --pace: of a window, of which a round has two")
     parser.add_argument("--rollouts", type=int, default=1_000_000)
     parser.add_argument("--updates", type=int, default=50_000)
     parser.add_argument("--metrics", type=int, default=200)
@@ -206,6 +367,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="penstock-dashboard-") as temporary:
         folder = options.folder or Path(temporary)
+        if options.pace and options.rounds < 2:
+            parser.error(f"--rounds {options.rounds}: an interval needs two at least")
+        if options.pace:
+            folder.mkdir(parents=True, exist_ok=True)
+            return measure_pace(folder, Path(temporary) / "cache", options.rounds, options.seconds)
         run = folder / f"run-{options.rollouts}-{options.updates}-{options.metrics}"
         if not run.exists():
             print(f"making {run}", flush=True)

@@ -6,10 +6,21 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from penstock.dashboard import write_bundle
-from penstock.rundir import EventLog, JsonLinesLog, MetricsLog, write_examples, write_records
+from penstock.rundir import (
+    EventLog,
+    JsonLinesLog,
+    MetricsLog,
+    RescoredRollout,
+    RunDirectory,
+    read_examples,
+    write_examples,
+    write_records,
+    write_rescored,
+)
 from tests.dashboard.prepared_runs import evaluate
 from tests.dashboard.sample_run import HOSTILE, example, group, write_run
 from tests.dashboard.visitors import Served, Visitor, expect
@@ -279,6 +290,31 @@ def test_answers_side_by_side_colour_by_what_is_chosen(visitor):
     expect(page.locator(".scale")).to_contain_text("advantage")
     assert page.locator("article.answer .tok").first.evaluate("(node) => node.style.background") != by_logprob
     assert page.locator("article.answer .tok").first.get_attribute("title").startswith("p ")
+
+
+def test_ratios_are_coloured_once_they_are_computed_and_else_a_command_says_how(visitor, parent):
+    visitor.read("good")
+    page = visitor.open("#/run/good/group?id=cats-0-1&color=now")
+    expect(page.locator(".computed .command")).to_have_text(re.compile("penstock why .*good --step 2$"))
+    assert page.locator("article.answer .tok").first.evaluate("(node) => node.style.background") == ""
+    directory = RunDirectory(parent / "good")
+    rescored = [
+        RescoredRollout(each.rollout_ids[0], 120, *(np.where(each.loss_mask, value, np.nan).astype(np.float32)
+                                                    for value in (-1.0, 0.5, -2.0)))
+        for each in read_examples(directory.batches / "batch_1_1.parquet")[:2]
+    ]  # fmt: skip
+    written = write_rescored(directory, "batch_1_1", rescored)
+    page.reload()
+    visitor.settled()
+    token = page.locator("article.answer .tok:not(.given)").first
+    assert "ratio now 0.13" in token.get_attribute("title") and "entropy 0.500" in token.get_attribute("title")
+    expect(page.locator(".computed")).to_contain_text("the weights of version 120")
+    expect(page.locator(".scale")).to_contain_text("≥2")
+    assert token.evaluate("(node) => node.style.background") != ""
+    page.locator("#color").select_option("entropy")
+    expect(page.locator(".computed")).to_contain_text("In nats")
+    expect(page.locator(".computed .command")).to_have_count(0)
+    written.unlink()
 
 
 def test_what_differs_from_the_first_answer_is_marked(visitor):

@@ -4,19 +4,22 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import duckdb
 import httpx
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 from penstock.dashboard import DashboardSettings, serve_dashboard
 from penstock.dashboard.index import RunIndex
-from penstock.dashboard.observation import ObservedRuns
+from penstock.dashboard.observation import REST, ObservedRun, ObservedRuns
 from penstock.dashboard.pages import MARKS, RUN_PAGES
-from penstock.dashboard.web import CONTENT_SECURITY_POLICY, Queries, create_dashboard, static_files
-from penstock.rundir import EventLog, MetricsLog
+from penstock.dashboard.web import CONTENT_SECURITY_POLICY, KeptPages, Queries, create_dashboard, static_files
+from penstock.rundir import EventLog, MetricsLog, RescoredRollout, read_examples, read_records, write_rescored
+from penstock.rundir.rescored_rows import rescored_path
 from penstock.types import ConfigError, RunDirectoryError
 from tests.dashboard.sample_run import HOSTILE, write_run
 from tests.object_stores import s3_server, s3_url  # noqa: F401  (fixtures)
@@ -169,6 +172,29 @@ def test_a_group_token_by_token(client):
     assert said[0][1] == pytest.approx(-0.01, abs=0.2) and said[0][2] == 1.5 and said[0][3] == 1
     assert all(len(piece) == 1 for piece in first["turns"][3]["pieces"])  # what a tool said was not sampled
     assert page["neighbours"] == ["cats-0-1", "cats-0-10"]
+
+
+def test_ratios_and_entropies_are_those_that_were_computed_of_its_update(client, runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory = runs.find("mine").directory
+    page = get(client, "/api/runs/mine/group", id="cats-0-1")
+    command = f"penstock why {directory.path} --step 2"
+    assert page["explained"] == {"newest": [], "missing": True, "commands": [command]}
+    assert all(len(piece) in (1, 5) for turn in page["members"][0]["turns"] for piece in turn["pieces"])
+    example = read_examples(directory.batches / "batch_1_1.parquet")[1]  # of cats-0-1/1
+    numbers = np.full((3, len(example.tokens) - 1), np.nan, np.float32)  # as if its end had been cut off
+    sampled = example.loss_mask[:-1]
+    behaviour = read_records(directory.rollouts / "part-b.parquet")[1].rollout.response_logprobs[: sampled.sum()]
+    numbers[:, sampled] = [behaviour + 0.5, np.full(sampled.sum(), 1.25), behaviour - 0.25]
+    write_rescored(directory, "batch_1_1", [RescoredRollout("cats-0-1/1", 7, *numbers)])
+    page = get(client, "/api/runs/mine/group", id="cats-0-1")
+    assert page["explained"] == {"newest": [7], "missing": True, "commands": [command]}  # its neighbour has none
+    pieces = page["members"][1]["turns"][1]["pieces"]
+    assert pieces[0][5:] == pytest.approx([0.5, -0.25, 1.25]) and pieces[-1][5:] == [None] * 3
+    rescored_path(directory, "batch_1_1").write_bytes(b"half")
+    page = get(client, "/api/runs/mine/group", id="cats-0-1")
+    assert "tokens have no ratio" in page["note"] and len(page["members"][1]["turns"][1]["pieces"][0]) == 5
+    assert "explained" not in get(client, "/api/runs/mine/group", id="cats-0-5")  # never stored
 
 
 @pytest.mark.attack
@@ -420,6 +446,50 @@ def test_it_serves_a_live_run_and_tells_its_news(tmp_path, monkeypatch):
         stop.set()
         thread.join(20)
     assert not thread.is_alive()
+
+
+class Costly:
+    """A page that counts how often it is made, and takes so long of the processor."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.made, self.now, self._spent = 0, 100.0, 0.0
+        monkeypatch.setattr("penstock.dashboard.web.time.thread_time", lambda: self._spent)
+        for name in ("reward", "fleet"):
+            monkeypatch.setitem(RUN_PAGES, name, lambda run, words: self._make(seconds))
+        self.kept = KeptPages(lambda: self.now)
+
+    def _make(self, seconds):
+        self.made, self._spent = self.made + 1, self._spent + seconds
+        return {"made": self.made}
+
+
+def test_a_page_is_made_once_until_there_is_news(runs, monkeypatch):
+    costly, run = Costly(monkeypatch, 0.2), runs.find("mine")
+    dead = run.status().state
+    assert dead == "dead" and run.progress == ""
+    assert [costly.kept.answer(run, "reward", {}) for _ in range(3)] == [{"made": 1}] * 3
+    assert costly.kept.answer(run, "reward", {"of": "eval"}) == {"made": 2}  # another question
+    assert costly.kept.answer(runs.find("other"), "reward", {}) == {"made": 3}
+    monkeypatch.setattr(run, "version", run.version + 1)
+    assert costly.kept.answer(run, "reward", {}) == {"made": 4}  # of a dead run at once
+    assert [costly.kept.answer(run, "fleet", {})["made"] for _ in range(2)] == [5, 6]  # never kept
+
+
+def test_a_costly_page_of_a_run_that_goes_on_is_made_seldom(runs, monkeypatch):
+    costly, run = Costly(monkeypatch, 0.1), runs.find("mine")
+    living = run.status()
+    monkeypatch.setattr(ObservedRun, "status", lambda self: replace(living, state="running", why=""))
+    answer = lambda: costly.kept.answer(run, "reward", {})["made"]  # noqa: E731
+    assert answer() == 1
+    monkeypatch.setattr(run, "version", run.version + 1)
+    costly.now += 0.1 * REST - 0.01
+    assert answer() == 1
+    costly.now += 0.02
+    assert answer() == 2
+    monkeypatch.setattr(run, "progress", "reading rollouts")  # of half a run nothing is kept
+    monkeypatch.setattr(run, "version", run.version + 1)
+    costly.now += 60
+    assert [answer(), answer()] == [3, 4]
 
 
 def test_it_starts_without_jax(parent):

@@ -1,5 +1,7 @@
 """Commands about a run that goes on, or has ended: dashboard, rollouts, status, scale, replay, why."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -101,6 +103,7 @@ def dashboard(
     from penstock.dashboard import DashboardSettings, serve_dashboard
 
     settings = DashboardSettings(host, port, read_token(token_file), tls_cert, tls_key, trust)
+    os.nice(10)  # a run that computes on this machine comes first
     serve_dashboard(path, settings, announce=partial(print, flush=True))
     return 0
 
@@ -230,12 +233,18 @@ def why(
     """Say what each rollout did to an update: its gradient, and how much another the update were without it.
 
     Sums by staleness, version, lesson and the advantage's sign; the ten that moved it most, and those that are unlike
-    the others, with their text. What one did is verified by penstock replay --drop. Nothing is written.
+    the others, with their text. What one did is verified by penstock replay --drop. Nothing is written into the run:
+    ratios and entropies of its tokens go to the user's cache, for the dashboard.
     """
     from penstock.overseer.rerun.why import explain_update
 
     _begin_again(run_dir, trust)
-    print_report(explain_update(run_dir, step, trust), json)
+    report = explain_update(run_dir, step, trust)
+    print_report(report, json)
+    try:
+        report.keep_tokens()
+    except OSError as error:
+        print(f"penstock: the dashboard will not colour its tokens by ratio: {error}", file=sys.stderr)
     return 0
 
 

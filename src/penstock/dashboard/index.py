@@ -14,7 +14,6 @@ called from any.
 """
 
 import hashlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -368,16 +367,11 @@ class _Writing:
             self._lock.release()
 
 
-def cache_folder() -> Path:
-    """Where indices are kept: ``$XDG_CACHE_HOME/penstock``, or ``~/.cache/penstock``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
-
-
 def _open(directory: RunDirectory, cache: Path | None) -> tuple[str, duckdb.DuckDBPyConnection]:
     """Where the index is, in words, and a connection to it."""
     reason = "it was asked for"
     if cache is not None:
-        path = cache / f"index-{_identity(directory)}.duckdb"
+        path = cache / f"index-{directory.identity}.duckdb"
         try:
             cache.mkdir(parents=True, exist_ok=True, mode=0o700)
             return str(path), _connected(path)
@@ -412,13 +406,6 @@ def _connected(path: Path | None) -> duckdb.DuckDBPyConnection:
         assert path is not None
         path.unlink()
     raise duckdb.IOException(f"{path} cannot be made anew")
-
-
-def _identity(directory: RunDirectory) -> str:
-    first = b""
-    with suppress(OSError), directory.events_path.open("rb") as file:
-        first = file.readline(4096)
-    return hashlib.sha256(str(directory.path.resolve()).encode() + b"\0" + first).hexdigest()[:24]
 
 
 def _note(cursor: duckdb.DuckDBPyConnection, key: str, value: str) -> None:

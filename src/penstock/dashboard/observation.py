@@ -24,7 +24,9 @@ from penstock.rundir.logs import has_log, parse_lines
 from penstock.types import ConfigError, PenstockError, RunDirectoryError
 
 LOOK_S = 1.0
-"""Between two looks at what has grown."""
+"""Between two looks at what has grown, at least."""
+REST, LONGEST_REST_S = 50.0, 10.0
+"""After a look it rests so many times as long as that took of the processor, lest a run that goes on be slowed."""
 WANTED_S = 60.0
 """A run is read on for so long after it was asked for; its curves are read once in any case."""
 MOST_EVENTS = 20_000
@@ -53,9 +55,9 @@ class ObservedRun:
         self._index: RunIndex | None = None
         self._pieces: Iterator[str] | None = None
         self._lock = threading.Lock()
-        self._config: dict[str, Any] | None = None
+        self._config: tuple[tuple[int, ...], dict[str, Any]] | None = None
         self._token_text: TokenText | None = None
-        self.asked_at = 0.0
+        self.asked_at = self.rests_until = self.taken_s = 0.0
 
     @property
     def name(self) -> str:
@@ -77,12 +79,18 @@ class ObservedRun:
     @property
     def config(self) -> dict[str, Any]:
         """What config.yaml says; empty where that cannot be read."""
-        if self._config is None:
-            try:
-                self._config = self.directory.read_config()
-            except RunDirectoryError:
-                self._config = {}
-        return self._config
+        try:
+            return self._read_config()
+        except (RunDirectoryError, OSError):
+            return {}
+
+    def _read_config(self) -> dict[str, Any]:
+        """Parsed once, and again where a resume has replaced it: it is asked for with every status."""
+        found = self.directory.config_path.stat()
+        stamp = found.st_mtime_ns, found.st_size, found.st_ino
+        if self._config is None or self._config[0] != stamp:
+            self._config = stamp, self.directory.read_config()
+        return self._config[1]
 
     @property
     def token_text(self) -> TokenText:
@@ -103,7 +111,7 @@ class ObservedRun:
     def status(self) -> RunStatus:
         """As `penstock status` says it; a run whose config is broken is dead, with the reason."""
         try:
-            return read_run_status(self.directory.path)
+            return read_run_status(self.directory.path, config=self._read_config())
         except (PenstockError, OSError) as error:
             return RunStatus(self.directory.path, "dead", str(error), None, "local", {})
 
@@ -244,19 +252,23 @@ class ObservedRuns:
     def _read(self) -> None:
         """Whoever was asked for last is first; a run that nobody asks for is read once."""
         while not self._ending.is_set():
-            runs = sorted(self.all(), key=lambda run: -run.asked_at)
-            wanted = [run for run in runs if run.version == 0 or self._clock() - run.asked_at < WANTED_S]
+            runs, now = sorted(self.all(), key=lambda run: -run.asked_at), self._clock()
+            wanted = [run for run in runs if run.version == 0 or now - run.asked_at < WANTED_S]
+            wanted = [run for run in wanted if run.rests_until <= now]
             self._wake.clear()
             if not any(self._read_one(run) for run in wanted):
                 self._wake.wait(LOOK_S)
 
     def _read_one(self, run: ObservedRun) -> bool:
-        """A few pieces, until somebody asks for another."""
-        grew = False
-        while run.look() and not self._ending.is_set():
-            grew = True
-            if self._wake.is_set():
-                break
+        """A few pieces, until somebody asks for another; once all is read, the run is let alone for a while."""
+        grew, begun, more = False, time.thread_time(), True
+        while more and not (grew and self._wake.is_set()) and not self._ending.is_set():
+            more = run.look()
+            grew |= more
+        run.taken_s += time.thread_time() - begun
+        if not more:
+            run.rests_until = self._clock() + min(max(LOOK_S, REST * run.taken_s), LONGEST_REST_S)
+            run.taken_s = 0.0
         return grew
 
 

@@ -1,7 +1,8 @@
 """What the pages about rollouts show, as plain data: the list of groups, one group token by token, a timeline.
 
 Lists come from the index alone. A group is read from the one part that holds it, its advantages from the batch that
-trained it. Of a very long answer the first `MOST_TOKENS` tokens are given; the number of all says so.
+trained it. Of a very long answer the first `MOST_TOKENS` tokens are given; the number of all says so. Ratios and
+entropies are those that `penstock why` computed of that update, where it did.
 """
 
 import threading
@@ -17,8 +18,10 @@ from penstock.dashboard.index import AGE
 from penstock.dashboard.lookup import BatchUse, uses_in
 from penstock.dashboard.observation import ObservedRun
 from penstock.dashboard.tokens import TokenText
+from penstock.rundir.commands import command_line
 from penstock.rundir.example_rows import EXAMPLE_SCHEMA
 from penstock.rundir.live_files import opened_part
+from penstock.rundir.rescored_rows import RescoredRollout, read_rescored
 from penstock.rundir.rollout_rows import records_from_table
 from penstock.rundir.storage import LocalStorage, Storage
 from penstock.types import AnyRollout, ConfigError, RolloutRecord, RunDirectoryError, Turn
@@ -237,11 +240,13 @@ def group_page(run: ObservedRun, group_id: str) -> dict[str, Any]:
     records = {r.rollout.rollout_id: r for table in tables for r in records_from_table(table, group_id)}
     uses = _uses(run, members, records)
     text, note = _token_text(run)
+    rescored, problem = _rescored(run, uses)
     for member, shown in zip(members, found["members"], strict=False):
         record = records.get(f"{group_id}/{member['position']}")
         if record is not None:
-            shown |= _conversation(record, uses.get(record.rollout.rollout_id, ()), text)
-    return found | {"note": note}
+            own = record.rollout.rollout_id
+            shown |= _conversation(record, uses.get(own, ()), rescored.get(own), text)
+    return found | {"note": note or problem, "explained": _explained(run, uses, rescored)}
 
 
 def timeline(run: ObservedRun, words: Mapping[str, str]) -> dict[str, Any]:
@@ -361,6 +366,36 @@ def _uses(
     return {rollout_id: tuple(sorted(uses, key=lambda use: use.step)) for rollout_id, uses in found.items()}
 
 
+def _rescored(run: ObservedRun, uses: Mapping[str, Sequence[BatchUse]]) -> tuple[dict[str, RescoredRollout], str]:
+    """By rollout, what was computed of the last update that trained it; and what of that cannot be read, in words."""
+    found: dict[str, RescoredRollout] = {}
+    try:
+        of_batch = {batch_id: read_rescored(run.directory, batch_id) for batch_id in _last_batches(uses).values()}
+    except (RunDirectoryError, OSError) as error:
+        return {}, f"{error}: tokens have no ratio"
+    for rollout_id, batch_id in _last_batches(uses).items():
+        if rollout_id in of_batch[batch_id]:
+            found[rollout_id] = of_batch[batch_id][rollout_id]
+    return found, ""
+
+
+def _last_batches(uses: Mapping[str, Sequence[BatchUse]]) -> dict[str, str]:
+    return {rollout_id: found[-1].batch_id for rollout_id, found in uses.items() if found}
+
+
+def _explained(
+    run: ObservedRun, uses: Mapping[str, Sequence[BatchUse]], rescored: Mapping[str, RescoredRollout]
+) -> dict[str, Any]:
+    """Which weights "now" are, and the commands that compute ratios, of updates that they are missing of, or all."""
+    steps = {found[-1].step + 1 for rollout_id, found in uses.items() if found}
+    missing = {found[-1].step + 1 for rollout_id, found in uses.items() if found and rollout_id not in rescored}
+    return {
+        "newest": sorted({one.newest_step for one in rescored.values()}),
+        "missing": bool(missing),
+        "commands": [command_line("why", run.directory.path, "--step", str(step)) for step in sorted(missing or steps)],
+    }
+
+
 def _token_text(run: ObservedRun) -> tuple[TokenText | None, str]:
     try:
         return run.token_text, ""
@@ -368,11 +403,14 @@ def _token_text(run: ObservedRun) -> tuple[TokenText | None, str]:
         return None, f"{error}: the text of the turns is shown, without colours"
 
 
-def _conversation(record: RolloutRecord, uses: Sequence[BatchUse], text: TokenText | None) -> dict[str, Any]:
+def _conversation(
+    record: RolloutRecord, uses: Sequence[BatchUse], rescored: RescoredRollout | None, text: TokenText | None
+) -> dict[str, Any]:
     rollout = record.rollout
     prompt, total = len(rollout.prompt_tokens), len(rollout.prompt_tokens) + len(rollout.response_tokens)
     turns = list(rollout.turns) or [Turn("user", "", 0, prompt), Turn("assistant", "", prompt, total)]
     advantages = uses[-1].advantages if uses else None
+    numbers = None if rescored is None else _numbers(rescored, rollout)
     decoding = rollout.decoding
     return {
         "problem": rollout.env_example_id,
@@ -386,11 +424,32 @@ def _conversation(record: RolloutRecord, uses: Sequence[BatchUse], text: TokenTe
         "uses": [[use.step, use.lineage, use.advantage(rollout.response_mask)] for use in uses],
         "logprob": _mean(rollout.response_logprobs[rollout.response_mask]),
         "cut": total > MOST_TOKENS,
-        "turns": [_turn(turn, rollout, advantages, text) for turn in turns if turn.start < MOST_TOKENS],
+        "turns": [_turn(turn, rollout, advantages, numbers, text) for turn in turns if turn.start < MOST_TOKENS],
     }  # fmt: skip
 
 
-def _turn(turn: Turn, rollout: AnyRollout, advantages: np.ndarray | None, text: TokenText | None) -> dict[str, Any]:
+def _numbers(rescored: RescoredRollout, rollout: AnyRollout) -> list[np.ndarray]:
+    """Of each response token the log of its ratio then and now, and its entropy; NaN where it was not trained."""
+    found: list[np.ndarray] = []
+    for whole, behaviour in (
+        (rescored.logprobs, rollout.response_logprobs),
+        (rescored.newest_logprobs, rollout.response_logprobs),
+        (rescored.entropies, np.float32(0)),
+    ):
+        own = np.full(len(rollout.response_tokens), np.nan, np.float32)
+        of_response = whole[len(rollout.prompt_tokens) :][: len(own)]
+        own[: len(of_response)] = of_response  # an update may have cut off the end of a long response
+        found.append(own - behaviour)
+    return found
+
+
+def _turn(
+    turn: Turn,
+    rollout: AnyRollout,
+    advantages: np.ndarray | None,
+    numbers: Sequence[np.ndarray] | None,
+    text: TokenText | None,
+) -> dict[str, Any]:
     shown: dict[str, Any] = {"role": turn.role, "tokens": turn.stop - turn.start}
     if text is None:
         return shown | {"text": turn.content[: 4 * MOST_TOKENS]}
@@ -411,6 +470,7 @@ def _turn(turn: Turn, rollout: AnyRollout, advantages: np.ndarray | None, text: 
             None if advantages is None else _mean(advantages[first:last]),
             None if versions is None else int(versions[first]),
             float(f"{float(rollout.token_rewards[first:last].sum()):.5g}"),
+            *(_mean(each[first:last]) for each in numbers or ()),
         ])  # fmt: skip
     return shown | {"pieces": pieces}
 
@@ -424,4 +484,5 @@ def _fragment(table: pa.Table) -> dict[str, Any]:
 
 
 def _mean(values: np.ndarray) -> float | None:
-    return float(f"{float(values.mean()):.5g}") if len(values) else None
+    mean = float(values.mean()) if len(values) else np.nan
+    return float(f"{mean:.5g}") if np.isfinite(mean) else None

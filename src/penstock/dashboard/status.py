@@ -65,7 +65,10 @@ class RunStatus:
 
 
 def read_run_status(
-    path: Path, clock: Callable[[], float] = time.time, process_lives: Callable[[int], bool] | None = None
+    path: Path,
+    clock: Callable[[], float] = time.time,
+    process_lives: Callable[[int], bool] | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> RunStatus:
     """Looks at a run directory; changes nothing in it.
 
@@ -73,6 +76,7 @@ def read_run_status(
         path: The run directory.
         clock: Unix seconds.
         process_lives: Whether a process of this machine is there.
+        config: What config.yaml says; by default it is read.
 
     Raises:
         RunDirectoryError: there is no run.
@@ -80,7 +84,7 @@ def read_run_status(
     directory = RunDirectory(path)
     if not directory.config_path.is_file():
         raise RunDirectoryError(f"{path} is not a run directory: it has no config.yaml")
-    config = directory.read_config()
+    config = directory.read_config() if config is None else config
     content = read_status(directory.status_path)
     runtime = _text(config.get("runtime"), "local")
     if content is None:

@@ -13,6 +13,8 @@ import hmac
 import importlib.resources
 import mimetypes
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,13 +40,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.dashboard.compare import compare_page
-from penstock.dashboard.index import cache_folder
-from penstock.dashboard.observation import ObservedRun, ObservedRuns
+from penstock.dashboard.observation import LONGEST_REST_S, REST, ObservedRun, ObservedRuns
 from penstock.dashboard.pages import RUN_PAGES, film, runs_page, safe
 from penstock.dashboard.rollouts import distinct_names, plain
 from penstock.inference.access import TOKEN_SHOWN, AccessRules, BoundedPosts, KnownHost
 from penstock.inference.config import is_loopback
 from penstock.inference.http_server import HttpServer
+from penstock.rundir.directory import cache_folder
 from penstock.rundir.logs import to_json
 from penstock.rundir.views import RunViews
 from penstock.types import ConfigError, PenstockError
@@ -66,6 +68,8 @@ SQL_ROWS = 1000
 LEAST_TOKEN = 8
 NEWS_S = 1.0
 """Between two looks for news of a run, for each page that shows it."""
+MOST_KEPT = 32
+"""Pages whose answers are kept."""
 STOP_S = 2.0
 WATCH_S = 0.5
 
@@ -262,6 +266,7 @@ class _Handlers:
         self._runs = runs
         self._files = static_files()
         self._queries = Queries()
+        self._pages = KeptPages()
 
     async def health(self, request: Request) -> Response:
         return PlainTextResponse("ok")
@@ -290,7 +295,7 @@ class _Handlers:
         if name not in RUN_PAGES:
             return JSONResponse({"error": f"there is no page {name!r:.80}"}, 404)
         run = await self._run(request)
-        return _json(await run_in_threadpool(lambda: safe(RUN_PAGES[name](run, words))))
+        return _json(await run_in_threadpool(self._pages.answer, run, name, words))
 
     async def film(self, request: Request) -> Response:
         run = await self._run(request)
@@ -325,6 +330,48 @@ class _Handlers:
             elif (silent := silent + 1) % 10 == 0:
                 yield ": still here\n\n"
             await asyncio.sleep(NEWS_S)
+
+
+class KeptPages:
+    """Answers that take long and follow from what was read: they are kept until there is news of the run.
+
+    Of a run that goes on an answer is kept `REST` times as long as it took, whatever the news: asked for by every page
+    that is drawn anew, it would take a part of what the run computes with. Thread-safe.
+
+    Args:
+        clock: Of monotonic seconds.
+    """
+
+    PAGES = ("reward", "ledger", "findings", "lessons", "timeline", "choices")
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._kept: OrderedDict[tuple[Any, ...], tuple[dict[str, Any], float, Any]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def answer(self, run: ObservedRun, name: str, words: Mapping[str, str]) -> dict[str, Any]:
+        """A page, as `safe` data.
+
+        Raises:
+            PenstockError: as of the page.
+        """
+        if name not in self.PAGES:
+            return safe(RUN_PAGES[name](run, words))
+        key, news, now = (run.directory.path, name, *sorted(words.items())), _news_of(run), self._clock()
+        with self._lock:
+            known, until, answer = self._kept.get(key, ({}, 0.0, {}))
+        if known == news or (known and news["state"] == "running" and now < until):
+            return answer
+        begun = time.thread_time()
+        answer = safe(RUN_PAGES[name](run, words))
+        spent = time.thread_time() - begun
+        if not news["progress"]:  # else it is of a run that is half read
+            with self._lock:
+                self._kept[key] = news, now + min(REST * spent, LONGEST_REST_S), answer
+                self._kept.move_to_end(key)
+                while len(self._kept) > MOST_KEPT:
+                    self._kept.popitem(last=False)
+        return answer
 
 
 class Queries:

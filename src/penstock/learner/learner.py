@@ -120,7 +120,7 @@ class Learner:
         self._accumulate = compiled.policy_accumulator(config.loss, options, frozen, *sources)
         self._value = compiled.value_scorer(options)
         self._apply = applier(config.optimizer, options.platform, options.dtype)
-        self._score = compiled.scorer(options)
+        self._score, self._score_entropy = compiled.scorer(options), compiled.scorer(options, "entropy")
 
     @property
     def decoder(self) -> Decoder:
@@ -143,8 +143,7 @@ class Learner:
 
     def compile(self) -> None:
         """Compiles the update ahead of the first batch; optional, and safe while an engine is running."""
-        for _ in compile_programs(self.programs()):
-            pass
+        list(compile_programs(self.programs()))
 
     def programs(self) -> Programs:
         """Those of `score` and of an update."""
@@ -264,22 +263,22 @@ class Learner:
         (gradients, _), _ = self._gradients(self._accumulate, plan.micro_batches, self._critic.head)
         return gradients
 
-    def score(self, examples: Sequence[RLExample], decoder: Decoder | None = None) -> list[Float32[np.ndarray, " pos"]]:
+    def score(
+        self, examples: Sequence[RLExample], decoder: Decoder | None = None, entropy: bool = False
+    ) -> list[Float32[np.ndarray, " pos"]]:
         """Log-probabilities of every token, by the loss's own forward pass over single rows, as short as they can be.
 
         Args:
             examples: Of a rollout each, no sample longer than a row.
             decoder: Whose; None means the current parameters.
+            entropy: Give that of what each token was drawn from, in nats, in place of its log-probability.
 
         Returns:
             float32 [pos] for each example, aligned with its tokens; 0 at a sample's first, which nothing predicts.
         """
-        if not examples:
-            return []
-        longest = max(map(longest_sample, examples))
-        length = next(n for n in self._scored_lengths if n >= longest)
-        scoring = partial(self._score, self._decoder if decoder is None else decoder)
-        return score_plan(plan_scoring(examples, [RowShape(length, 1)]), scoring)
+        length = next(n for n in self._scored_lengths if n >= max(map(longest_sample, examples), default=0))
+        scorer, decoder = self._score_entropy if entropy else self._score, decoder or self._decoder
+        return score_plan(plan_scoring(examples, [RowShape(length, 1)]), partial(scorer, decoder))
 
     def reference_logprobs(self, examples: Sequence[RLExample]) -> tuple[int, list[Float32[np.ndarray, " pos"]]]:
         """ℓ_ref by the loss's own forward pass; from any thread, also while an update is made.
@@ -580,8 +579,7 @@ def _compiling(lowered: Mapping[str, Callable[[], Any]]) -> Programs:
 
 
 def _proximal_source(config: LearnerConfig) -> compiled.ProximalSource:
-    computed = "stored" if config.recomputes_proximal else "current"
-    return "behaviour" if config.proximal == "behaviour" else computed
+    return "behaviour" if config.proximal == "behaviour" else "stored" if config.recomputes_proximal else "current"
 
 
 def _forward_options(config: LearnerConfig, decoder: Decoder) -> compiled.ForwardOptions:

@@ -460,11 +460,11 @@ def _accumulator(loss: LossOptions, options: ForwardOptions, frozen: tuple[str, 
 
 
 @cache
-def scorer(options: ForwardOptions) -> Any:
-    """Compiled (decoder, micro_batch) -> log-probabilities, float32 [k]."""
+def scorer(options: ForwardOptions, of: Literal["logprobs", "entropy"] = "logprobs") -> Any:
+    """Compiled (decoder, micro_batch) -> log-probabilities or entropies, float32 [k]."""
 
     def score(decoder: Decoder, batch: MicroBatch) -> Array:
-        return head_outputs(decoder, batch, options).logprobs
+        return getattr(head_outputs(decoder, batch, options), of)
 
     return jax.jit(score, compiler_options=light_compilation(options.platform, options.dtype))
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         read_status,
     )
     from penstock.rundir.parquet import read_parquet, read_rows, write_parquet
+    from penstock.rundir.rescored_rows import RescoredRollout, read_rescored, write_rescored
     from penstock.rundir.rollout_rows import (
         ROLLOUT_SCHEMA,
         read_records,
@@ -51,6 +52,7 @@ _EXPORTS = {
     "MetricsLog": "logs",
     "QueryResult": "views",
     "ROLLOUT_SCHEMA": "rollout_rows",
+    "RescoredRollout": "rescored_rows",
     "RunDirectory": "directory",
     "RunViews": "views",
     "examples_from_table": "example_rows",
@@ -61,6 +63,7 @@ _EXPORTS = {
     "read_metrics": "logs",
     "read_parquet": "parquet",
     "read_records": "rollout_rows",
+    "read_rescored": "rescored_rows",
     "read_rows": "parquet",
     "read_status": "logs",
     "records_from_table": "rollout_rows",
@@ -76,15 +79,17 @@ _EXPORTS = {
     "write_examples": "example_rows",
     "write_parquet": "parquet",
     "write_records": "rollout_rows",
+    "write_rescored": "rescored_rows",
 }
 
 __all__ = [
     "EVALUATION_SCHEMA", "EXAMPLE_SCHEMA", "EventLog", "FRAGMENT_SCHEMA", "FRAGMENT_USE_SCHEMA", "JsonLinesLog",
-    "MetricsLog", "QueryResult", "ROLLOUT_SCHEMA", "RunDirectory", "RunViews", "examples_from_table",
+    "MetricsLog", "QueryResult", "ROLLOUT_SCHEMA", "RescoredRollout", "RunDirectory", "RunViews", "examples_from_table",
     "fragments_from_table", "read_events", "read_examples", "read_json_lines", "read_metrics", "read_parquet",
-    "read_records", "read_rows", "read_status", "records_from_table", "replaced_atomically", "table_from_evaluation",
-    "table_from_examples", "table_from_fragments", "table_from_records", "table_from_uses", "uses_from_table",
-    "write_atomically", "write_evaluation", "write_examples", "write_parquet", "write_records",
+    "read_records", "read_rescored", "read_rows", "read_status", "records_from_table", "replaced_atomically",
+    "table_from_evaluation", "table_from_examples", "table_from_fragments", "table_from_records", "table_from_uses",
+    "uses_from_table", "write_atomically", "write_evaluation", "write_examples", "write_parquet", "write_records",
+    "write_rescored",
 ]  # fmt: skip
 
 

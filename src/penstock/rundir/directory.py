@@ -11,6 +11,7 @@ Not covered: Parquet files that lie elsewhere (`penstock.rundir.storage`).
 
 import fcntl
 import grp
+import hashlib
 import os
 import pwd
 import stat
@@ -33,6 +34,11 @@ _LOGS = (
 _ROOM_BYTES = 16 * 1024
 """Room for status.json is kept in multiples of this, twice what it takes."""
 _UNFINISHED = (".config.yaml.*.tmp", ".status.json.*.tmp", "videos/.*.tmp", "evaluations/.*.tmp")
+
+
+def cache_folder() -> Path:
+    """Where what can be made again of runs is kept: ``$XDG_CACHE_HOME/penstock``, or ``~/.cache/penstock``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
 class RunDirectory:
@@ -193,6 +199,14 @@ class RunDirectory:
             return
         with suppress(OSError):  # there is too little room, or it cannot be kept here
             keep_room(self.status_path, -(-2 * len(content) // _ROOM_BYTES) * _ROOM_BYTES)
+
+    @property
+    def identity(self) -> str:
+        """24 digits by which what is kept elsewhere belongs to it: of its path, and how ``events.jsonl`` begins."""
+        first = b""
+        with suppress(OSError), self.events_path.open("rb") as file:
+            first = file.readline(4096)
+        return hashlib.sha256(str(self.path.resolve()).encode() + b"\0" + first).hexdigest()[:24]
 
     @property
     def config_path(self) -> Path:

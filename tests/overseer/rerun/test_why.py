@@ -10,9 +10,11 @@ from rich.console import Console
 
 from penstock import cli
 from penstock.learner.influence import RolloutInfluence
+from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.rerun.replay import UpdateWalk
 from penstock.overseer.rerun.stored_run import StoredRun
 from penstock.overseer.rerun.why import ExplainedRollout, WhyReport, explain_update, unusual_of
+from penstock.rundir import read_rescored
 from penstock.types import ConfigError
 from tests.overseer.rerun.test_replay import contents, signalled
 
@@ -112,12 +114,44 @@ def test_the_sums_are_of_all_and_have_their_signs(runs: Path, report: WhyReport)
 
 
 @needs_runs
-def test_the_command_shows_the_text_and_writes_nothing(runs: Path, capsys):
+@pytest.mark.parametrize("name", ["sync", "kl"])
+def test_the_means_of_ratios_and_entropies_are_those_that_the_update_recorded(runs: Path, name: str):
+    run_dir = runs / name
+    report = explain_update(run_dir, signalled(run_dir))
+    run = StoredRun(run_dir)
+    update = run.updates(report.step - 1, report.step, report.step)[0]
+    computed = [one for one in run.batch(update, run.config).examples if name == "kl" or one.advantage.any()]
+    tokens = {one.rollout_id: one for one in report.tokens}
+    ratios, entropies = [], []
+    for example in computed:
+        own, mask = tokens[example.rollout_ids[0]], example.loss_mask
+        assert own.newest_step == 6 and np.isnan(own.logprobs[~mask]).all()
+        ratios.append(np.exp(own.logprobs[mask] - example.generator_log_probs[mask]))
+        entropies.append(own.entropies[mask])
+    assert float(np.concatenate(ratios).mean()) == pytest.approx(update.metrics["train/ratio_mean"], rel=1e-5)
+    assert float(np.concatenate(entropies).mean()) == pytest.approx(update.metrics["train/entropy"], rel=1e-5)
+    learner = LanguageKind().make_learner(run.config, run.start(run.checkpoints[6]))
+    for example, scores in zip(computed, learner.score(computed), strict=True):
+        own = tokens[example.rollout_ids[0]].newest_logprobs
+        np.testing.assert_array_equal(own[example.loss_mask], scores[example.loss_mask])
+
+
+@needs_runs
+def test_the_command_shows_the_text_and_writes_nothing_into_the_run(runs: Path, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     run_dir = runs / "several"
     step, before = signalled(run_dir), contents(run_dir)
     assert cli.main(["why", str(run_dir), "--step", str(step), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert contents(run_dir) == before and len(found["rollouts"]) == 18
+    batch_id = StoredRun(run_dir).updates(step - 1, step, step)[0].stored.batch_id
+    assert read_rescored(StoredRun(run_dir).directory, batch_id).keys() == {
+        one["rollout_id"] for one in found["rollouts"]
+    }
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert cli.main(["why", str(run_dir), "--step", str(step), "--json"]) == 0
+    assert "will not colour its tokens by ratio" in capsys.readouterr().err
     assert found["rollouts"][0]["prompt"] and found["rollouts"][0]["reward"] is not None
     report = explain_update(run_dir, step)
     out = io.StringIO()

@@ -1,6 +1,6 @@
 // All groups in a table that draws only what is seen, a box for SQL, and one group answer by answer.
 import { dots } from "./charts.js";
-import { api, badge, big, bundle, change, duration, empty, fixed, h, link, moment, num, parse, Refused, signed, table } from "./core.js";
+import { api, badge, big, bundle, change, copyable, duration, empty, fixed, h, link, moment, num, parse, Refused, signed, table } from "./core.js";
 import { exportTable } from "./runs.js";
 
 const ROW = 30, PIECE = 100, TALLEST = 15_000_000;
@@ -176,8 +176,10 @@ function sqlBox(run, words) {
 
 // One group.
 
-const COLORS = { logprob: [1, "log-probability"], advantage: [2, "advantage"], version: [3, "weight version"], none: [0, "none"] };
+const COLORS = { logprob: [1, "log-probability"], advantage: [2, "advantage"], ratio: [5, "ratio then"], now: [6, "ratio now"], entropy: [7, "entropy"], version: [3, "weight version"], none: [0, "none"] };
+const COMPUTED = ["ratio", "now", "entropy"];
 const LOWEST = Math.log(1e-3);
+const MOST_DRIFT = Math.log(2);
 
 export async function groupPage(main, run) {
   const { words } = parse();
@@ -187,8 +189,7 @@ export async function groupPage(main, run) {
   const rewards = members.map((m) => m.reward).filter((v) => v !== null);
   const scale = scaleOf(members, by);
   const choose = h("label", {}, "tokens by ", h("select", { id: "color", onchange: (event) => change({ color: event.target.value }, true) },
-    Object.entries(COLORS).map(([name, [, title]]) => h("option", { value: name, selected: name === by }, title)),
-    h("option", { disabled: true, title: "Not stored: penstock replay computes it" }, "ratio today (not stored)"), h("option", { disabled: true, title: "Not stored per token" }, "entropy (not stored)")));
+    Object.entries(COLORS).map(([name, [, title]]) => h("option", { value: name, selected: name === by }, title))));
   const marks = h("label", {}, h("input", { type: "checkbox", id: "diff", checked: words.diff === "1", onchange: (event) => change({ diff: event.target.checked ? "1" : null }, true) }), " mark what differs from the first");
   const [before, after] = page.neighbours;
   main.replaceChildren(
@@ -197,7 +198,8 @@ export async function groupPage(main, run) {
       h("div", { class: "tools" }, before ? h("a", { class: "button", id: "before", href: link("group", run, { ...words, id: before }) }, "← before") : null, after ? h("a", { class: "button", id: "after", href: link("group", run, { ...words, id: after }) }, "after →") : null)),
     page.note ? h("p", { class: "note warn" }, page.note) : null,
     page.fragment ? fragment(page) : [
-      h("div", { class: "head small" }, h("div", { class: "tools left" }, choose, marks), legend(by, scale)),
+      h("div", { class: "head small" }, h("div", { class: "tools left" }, choose, marks), legend(by, scale, page)),
+      COMPUTED.includes(by) ? computed(page, by) : null,
       prompt(members),
       h("div", { class: "answers" }, members.map((member, index) => answer(member, members[0], index, by, scale, words.diff === "1", run))),
       page.size > members.length ? h("p", { class: "note" }, `${page.size - members.length} more answers are not shown.`) : null,
@@ -215,23 +217,40 @@ function ground(piece, by, scale) {
   if (by === "none" || typeof value !== "number" || piece.length < 2) return "";
   if (by === "logprob") return `rgb(var(--warm) / ${(0.85 * Math.min(1, value / LOWEST)).toFixed(3)})`;
   if (by === "advantage") return `rgb(var(${value > 0 ? "--cool" : "--warm"}) / ${(0.8 * Math.abs(value) / scale.reach).toFixed(3)})`;
+  if (by === "ratio" || by === "now") return `rgb(var(${value > 0 ? "--cool" : "--warm"}) / ${(0.85 * Math.min(1, Math.abs(value) / MOST_DRIFT)).toFixed(3)})`;
+  if (by === "entropy") return `rgb(var(--warm) / ${(0.85 * Math.min(1, Math.max(0, value) / Math.max(scale.high, 0.1))).toFixed(3)})`;
   return `rgb(var(--cool) / ${(0.1 + 0.7 * (scale.high > scale.low ? (value - scale.low) / (scale.high - scale.low) : 0)).toFixed(3)})`;
 }
 
 function legend(by, scale) {
-  if (by === "none") return null;
+  if (by === "none" || (!scale.known && COMPUTED.includes(by))) return null;
   if (!scale.known) return h("p", { class: "note" }, by === "advantage" ? "No batch holds this group, so it has no advantages." : "Not stored for this group.");
   const steps = by === "logprob" ? [1, 0.5, 0.1, 0.01, 0.001].map((p) => [p === 0.001 ? "≤0.001" : String(p), Math.log(p)])
     : by === "advantage" ? [-1, -0.5, 0, 0.5, 1].map((share) => [signed(share * scale.reach, 2), share * scale.reach])
+    : by === "ratio" || by === "now" ? [0.5, 0.8, 1, 1.25, 2].map((ratio) => [`${ratio === 0.5 ? "≤" : ratio === 2 ? "≥" : ""}${ratio}`, Math.log(ratio)])
+    : by === "entropy" ? [0, 0.25, 0.5, 1].map((share) => [fixed(share * Math.max(scale.high, 0.1), 2), share * Math.max(scale.high, 0.1)])
       : [...new Set([scale.low, Math.round((scale.low + scale.high) / 2), scale.high])].map((v) => [String(v), v]);
   return h("p", { class: "scale" }, by === "logprob" ? "probability " : `${COLORS[by][1]} `, steps.map(([text, value]) => {
     const piece = [];
     piece[COLORS[by][0]] = value;
-    piece.length = 5;
+    piece.length = 8;
     const node = h("span", { class: "tok" }, text);
     node.style.background = ground(piece, by, scale);
     return node;
   }));
+}
+
+/** What ratios and entropies are, or the commands that compute them. */
+function computed(page, by) {
+  const { newest, missing, commands } = page.explained ?? { newest: [], missing: false, commands: [] };
+  if (!commands.length) return h("p", { class: "note" }, "No batch holds this group, so no update's ratios and entropies can be computed.");
+  const means = {
+    ratio: "Probability under the weights that its update began with, by that under which it was sampled.",
+    now: `Probability under ${newest.length ? `the weights of version ${newest.map(num).join(" and ")}, the newest checkpoint when that was computed` : "the newest checkpoint's weights"}, by that under which it was sampled.`,
+    entropy: "In nats, of what the token was drawn from, under the weights that its update began with.",
+  };
+  return h("div", { class: "computed" }, h("p", { class: "note" }, means[by], missing ? " It is not stored; this computes it, and the page shows it when it is loaded again:" : by === "now" ? " This computes it anew:" : ""),
+    missing || by === "now" ? commands.map(copyable) : null);
 }
 
 /** What all answers have in common stands once. */
@@ -285,13 +304,14 @@ function skipped(member) {
 const words = (turn) => (turn.pieces || []).map((piece) => piece[0]);
 
 function token(piece, by, scale, differs) {
-  const [text, logprob, advantage, version, reward] = piece;
+  const [text, logprob, advantage, version, reward, then, now, entropy] = piece;
+  const ratio = (name, value) => value === null || value === undefined ? null : `ratio ${name} ${fixed(Math.exp(value), 3)}`;
   const sampled = piece.length > 1;
   const node = h("span", { class: `tok${sampled ? "" : " given"}${differs ? " differs" : ""}` }, sampled ? text.replaceAll("\n", "↵\n") : text);
   if (sampled) {
     const color = ground(piece, by, scale);
     if (color) node.style.background = color;
-    node.title = [`p ${num(Math.exp(logprob), 3)} (log ${fixed(logprob, 3)})`, advantage === null ? null : `advantage ${signed(advantage)}`, version === null ? null : `version ${version}`].filter(Boolean).join(", ");
+    node.title = [`p ${num(Math.exp(logprob), 3)} (log ${fixed(logprob, 3)})`, advantage === null ? null : `advantage ${signed(advantage)}`, version === null ? null : `version ${version}`, ratio("then", then), ratio("now", now), entropy === null || entropy === undefined ? null : `entropy ${fixed(entropy, 3)}`].filter(Boolean).join(", ");
     if (reward) return [node, h("span", { class: "earned", title: "reward that fell at this token" }, signed(reward, 2))];
   }
   return node;

@@ -3,7 +3,8 @@
 An update is named as everywhere by the version that it led to: update n makes version n, from version n − 1. It is
 made again by a learner of a checkpoint before it, from the batch file of each update in between: the one on the path
 of lives that led to the newest version, since a run that went back to a checkpoint left others. The configuration is
-that of the moment: what later resumes changed is taken back. Nothing is written, neither here nor by who uses it.
+that of the moment: what later resumes changed is taken back. Nothing is written into the run, neither here nor by
+who uses it.
 """
 
 import json

@@ -4,7 +4,11 @@ The update is made again (`penstock.overseer.rerun.replay`), and of each rollout
 that was taken (`penstock.learner.influence`). Sums by staleness, version, lesson and the advantage's sign say which
 kind of rollout the update was made of; those that moved it most are shown with their text. Beside them stand those
 that are unlike the others of the update: a rollout may be stale, or its log-probabilities wrong, and still be one of
-many. Nothing is written.
+many.
+
+Beside that the update's tokens are scored by two forward passes: under the weights that it began with, entropies
+included, and under the run's newest. `WhyReport.keep_tokens` writes that where the dashboard finds it, in the user's
+cache; into the run nothing is written.
 """
 
 import math
@@ -24,6 +28,7 @@ from penstock.learner.influence import RolloutInfluence, influences
 from penstock.overseer.config import RunConfig
 from penstock.overseer.rerun.replay import UpdateWalk
 from penstock.overseer.rerun.stored_run import StoredRun
+from penstock.rundir import RescoredRollout, RunDirectory, write_rescored
 from penstock.text import Tokenizer
 from penstock.text.safe_text import printable
 from penstock.types import ConfigError, RLExample, RolloutRecord
@@ -132,6 +137,8 @@ class WhyReport:
         rollouts: All, those that moved it most first.
         sums: By ``staleness``, ``version``, ``lesson`` and ``advantage``.
         unusual: Those that are least like the others, of what moved it at all; see `unusual_of`.
+        batch_id: The batch that it trained on.
+        tokens: What forward passes say of each of its rollouts' tokens.
     """
 
     run_dir: Path
@@ -140,6 +147,16 @@ class WhyReport:
     rollouts: tuple[ExplainedRollout, ...]
     sums: Mapping[str, tuple[KindOfRollouts, ...]]
     unusual: tuple[UnusualRollout, ...] = ()
+    batch_id: str = ""
+    tokens: tuple[RescoredRollout, ...] = ()
+
+    def keep_tokens(self) -> Path:
+        """Writes the numbers of tokens for the dashboard, and returns where; see `penstock.rundir.rescored_rows`.
+
+        Raises:
+            OSError: the user's cache cannot be written.
+        """
+        return write_rescored(RunDirectory(self.run_dir), self.batch_id, self.tokens)
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -227,8 +244,8 @@ def explain_update(run_dir: Path | str, step: int, trust: bool = False) -> WhyRe
     for each in before:
         walk.make(each)
     batch = walk.prepare(update)
-    scored = zip(batch.examples, walk.learner.score(batch.examples), strict=True)
-    logprobs = {example.rollout_ids[0]: scores for example, scores in scored}
+    scores, entropies = walk.learner.score(batch.examples), walk.learner.score(batch.examples, entropy=True)
+    logprobs = {example.rollout_ids[0]: found for example, found in zip(batch.examples, scores, strict=True)}
     found = influences(walk.learner, walk.learner.optimizer, batch, update.stored.version.step)
     tokenizer = Tokenizer.load(run.checkpoints[checkpoint] / "model")
     records = run.records(update.stored.rollout_ids)
@@ -251,7 +268,26 @@ def explain_update(run_dir: Path | str, step: int, trust: bool = False) -> WhyRe
         "lesson": _sums(explained, lambda rollout: rollout.lesson),
         "advantage": _sums(explained, lambda rollout: rollout.sign),
     }
-    return WhyReport(run.directory.path, step, f"step-{checkpoint}", tuple(explained), sums, unusual_of(explained))
+    newest = max(run.checkpoints)
+    under_newest = walk.learner.score(batch.examples, run.start(run.checkpoints[newest]).policy)
+    scored = zip(batch.examples, scores, entropies, under_newest, strict=True)
+    return WhyReport(
+        run.directory.path,
+        step,
+        f"step-{checkpoint}",
+        tuple(explained),
+        sums,
+        unusual_of(explained),
+        batch.batch_id,
+        tuple(_rescored(example, newest, *numbers) for example, *numbers in scored),
+    )
+
+
+def _rescored(example: RLExample, newest: int, *numbers: Float32[np.ndarray, " pos"]) -> RescoredRollout:
+    """Without padding, and without numbers of what no loss was on."""
+    own = example.segment_ids > 0
+    trained = [np.where(example.loss_mask, each, np.float32(np.nan))[own] for each in numbers]
+    return RescoredRollout(example.rollout_ids[0], newest, *trained)
 
 
 def unusual_of(rollouts: Sequence[ExplainedRollout]) -> tuple[UnusualRollout, ...]:

@@ -1,0 +1,89 @@
+"""What forward passes say of an update's tokens: log-probabilities under its weights and the newest, and entropies.
+
+No run stores that, since it follows from checkpoints and batch files, and would take half their bytes again or more.
+`penstock why` computes it and writes a Parquet file into the user's cache, one for each update, named by a digest of
+the run and the batch; the dashboard colours tokens by it. Whoever deletes such a file can have it made again.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.rundir.directory import RunDirectory, cache_folder
+from penstock.rundir.parquet import arrays_from_column, list_column, read_parquet, versioned, write_parquet
+from penstock.types import RunDirectoryError
+
+RESCORED_SCHEMA = versioned(
+    [
+        pa.field("rollout_id", pa.string(), nullable=False),
+        pa.field("newest_step", pa.int32(), nullable=False),
+        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("entropies", pa.list_(pa.float32()), nullable=False),
+        pa.field("newest_logprobs", pa.list_(pa.float32()), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RescoredRollout:
+    """Numbers of one rollout's prompt and response, end to end, as far as the update had them; NaN where not trained.
+
+    Attributes:
+        rollout_id: The rollout.
+        newest_step: Which version's weights were the run's newest checkpoint when it was computed.
+        logprobs: float32 [n], under the weights that the update began with.
+        entropies: float32 [n], in nats, of what each token was drawn from under the same.
+        newest_logprobs: float32 [n], under the weights of version `newest_step`.
+    """
+
+    rollout_id: str
+    newest_step: int
+    logprobs: np.ndarray
+    entropies: np.ndarray
+    newest_logprobs: np.ndarray
+
+
+def rescored_path(directory: RunDirectory, batch_id: str) -> Path:
+    """Where the numbers of a batch are kept, or would be."""
+    name = hashlib.sha256(f"{directory.identity}/{batch_id}".encode()).hexdigest()[:24]
+    return cache_folder() / f"tokens-{name}.parquet"
+
+
+def write_rescored(directory: RunDirectory, batch_id: str, rollouts: Sequence[RescoredRollout]) -> Path:
+    """Writes what was computed of a batch, in place of what was there; returns where.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    path = rescored_path(directory, batch_id)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    of_field = {field.name: [getattr(one, field.name) for one in rollouts] for field in fields(RescoredRollout)}
+    columns = [
+        list_column(of_field[field.name], field.type.value_type)
+        if pa.types.is_list(field.type)
+        else pa.array(of_field[field.name], field.type)
+        for field in RESCORED_SCHEMA
+    ]
+    write_parquet(path, pa.Table.from_arrays(columns, schema=RESCORED_SCHEMA))
+    return path
+
+
+def read_rescored(directory: RunDirectory, batch_id: str) -> dict[str, RescoredRollout]:
+    """By rollout, what was computed of a batch; empty where nothing was.
+
+    Raises:
+        RunDirectoryError: the file is damaged.
+    """
+    path = rescored_path(directory, batch_id)
+    if not path.is_file():
+        return {}
+    table = read_parquet(path)
+    if missing := [name for name in RESCORED_SCHEMA.names if name not in table.column_names]:
+        raise RunDirectoryError(f"{path} has no column {missing[0]}: delete it, penstock why makes it again")
+    plain = [table.column(name).to_pylist() for name in RESCORED_SCHEMA.names[:2]]
+    arrays = [arrays_from_column(table.column(name), np.float32) for name in RESCORED_SCHEMA.names[2:]]
+    return {row[0]: RescoredRollout(*row) for row in zip(*plain, *arrays, strict=True)}  # pyright: ignore[reportArgumentType]

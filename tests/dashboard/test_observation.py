@@ -1,0 +1,69 @@
+"""Runs that are watched: what is read anew, and how seldom."""
+
+import threading
+import time
+
+import pytest
+
+from penstock import cli
+from penstock.dashboard import observation
+from penstock.dashboard.observation import LONGEST_REST_S, LOOK_S, REST, ObservedRun, ObservedRuns
+from penstock.rundir import MetricsLog
+from tests.dashboard.sample_run import write_run
+
+
+def test_a_config_is_parsed_once_and_again_where_a_resume_has_replaced_it(tmp_path, monkeypatch):
+    directory = write_run(tmp_path / "mine")
+    parsed = []
+    original = type(directory).read_config
+    monkeypatch.setattr(type(directory), "read_config", lambda self: parsed.append(1) or original(self))
+    run = ObservedRun(directory.path)
+    states = {run.status().state for _ in range(5)}
+    assert len(parsed) == 1 and states == {run.status().state} and not run.is_of_simulators
+    directory.write_config({"fleet": {}, "runtime": "ray"})
+    assert run.is_of_simulators and run.status().runtime == "ray" and len(parsed) == 2
+    directory.config_path.write_text("- broken")
+    assert run.config == {} and run.status().state == "dead" and "config.yaml" in run.status().why
+    directory.config_path.unlink()
+    assert run.config == {} and run.status().state == "dead"
+
+
+@pytest.mark.parametrize(("spent", "rest"), [(0.0, LOOK_S), (0.05, 0.05 * REST), (9.0, LONGEST_REST_S)])
+def test_a_run_that_was_read_on_is_let_alone_for_many_times_as_long(tmp_path, monkeypatch, spent, rest):
+    write_run(tmp_path / "mine")
+    now, looks = [100.0], []
+    runs = ObservedRuns(tmp_path / "mine", clock=lambda: now[0])
+    run = runs.find("mine")
+    processor = iter([0.0, spent])
+    monkeypatch.setattr(observation.time, "thread_time", lambda: next(processor))
+    monkeypatch.setattr(run, "look", lambda: looks.append(1) or False)
+    runs._read_one(run)
+    assert run.rests_until == pytest.approx(100.0 + rest) and looks == [1]
+
+
+def test_whoever_asks_does_not_have_it_read_on_sooner(tmp_path, monkeypatch):
+    monkeypatch.setattr(observation, "LOOK_S", 0.3)
+    directory = write_run(tmp_path / "mine")
+    with ObservedRuns(directory.path) as runs:
+        run, read = runs.find("mine"), threading.Event()
+        original = run.look
+        monkeypatch.setattr(run, "look", lambda: original() or (read.set(), False)[1])
+        assert read.wait(20)
+        begun, read_again = time.monotonic(), threading.Event()
+        monkeypatch.setattr(run, "look", lambda: read_again.set() or original())
+        metrics = MetricsLog(directory.metrics_path)
+        metrics.append(1, {"train/loss": 1.0})
+        metrics.close()
+        while not read_again.wait(0.01):
+            runs.find("mine")
+            assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun > 0.2
+
+
+def test_the_command_leaves_the_processor_to_runs(tmp_path, monkeypatch):
+    write_run(tmp_path / "mine")
+    done = []
+    monkeypatch.setattr("os.nice", lambda by: done.append(("nice", by)))
+    monkeypatch.setattr("penstock.dashboard.web.serve_dashboard", lambda path, *_, **__: done.append(("serve", path)))
+    assert cli.main(["dashboard", str(tmp_path / "mine")]) == 0
+    assert done == [("nice", 10), ("serve", tmp_path / "mine")]
