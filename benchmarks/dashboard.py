@@ -13,8 +13,8 @@ is missed.
 
     python -m benchmarks.dashboard --pace [--rounds 8] [--seconds 18] [--folder FOLDER]
 
-How much slower a training run is while its page is open: `penstock train cats`, which fills a core and a half of two,
-with a learning rate so small that its answers stay what they are. Windows with and without the page take turns in it
+How much slower a training run is while its page is open: `penstock train cats`, with a learning rate so small that its
+answers stay what they are. Windows with and without the page take turns in it
 (without, with; with, without; …), and each round's two are compared: updates per second by the moments in
 metrics.jsonl. With: a dashboard that reads the run on, and a client that does what the run's page does in a browser
 (listens for news, and asks for all that is drawn anew, at most every two seconds); the browser's own work is not
@@ -327,16 +327,19 @@ def measure_pace(folder: Path, cache: Path, rounds: int, seconds: float) -> int:
             watched.go_on()
             watched.end()
         training.end()
-    slower = [100 * math.log(without / with_it) for without, with_it in found]
-    half = t_quantile(rounds - 1) * float(np.std(slower, ddof=1)) / rounds**0.5
-    print(
-        f"slower with an open page: {np.mean(slower):.2f} % ± {half:.2f}, 95% of {rounds} rounds of {seconds:g} s each"
-    )
+    slower, half = lost_percent(found)
+    print(f"slower with an open page: {slower:.2f} % ± {half:.2f}, 95% of {rounds} rounds of windows of {seconds:g} s")
     print(f"the dashboard took {1000 * np.mean(busy):.0f} ms of the processor a second, of {os.cpu_count()} cores")
     marks = Marks()
-    marks.at_most("updates per second lost to an open page, %", float(np.mean(slower)), 1.0)
+    marks.at_most("updates per second lost to an open page, %", slower, 1.0)
     print("\n".join(marks.lines))
     return int(marks.missed > 0)
+
+
+def lost_percent(paces: list[tuple[float, float]]) -> tuple[float, float]:
+    """How much slower the second of each pair is, by the mean of logarithms, and half the interval of that mean."""
+    lost = [100 * math.log(without / with_page) for without, with_page in paces]
+    return float(np.mean(lost)), t_quantile(len(lost) - 1) * float(np.std(lost, ddof=1)) / len(lost) ** 0.5
 
 
 def with_page(training: Training, watched: Watched, seconds: float) -> tuple[float, float]:
@@ -364,6 +367,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="penstock-dashboard-") as temporary:
         folder = options.folder or Path(temporary)
+        if options.pace and options.rounds < 2:
+            parser.error(f"--rounds {options.rounds}: an interval needs two at least")
         if options.pace:
             folder.mkdir(parents=True, exist_ok=True)
             return measure_pace(folder, Path(temporary) / "cache", options.rounds, options.seconds)

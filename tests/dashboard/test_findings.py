@@ -1,8 +1,14 @@
 import pytest
 
-from penstock.dashboard.findings import findings_page, lost_in_words, sickest_in_words, update_in_words
+from penstock.dashboard.findings import (
+    findings_page,
+    lost_in_words,
+    sickest_in_words,
+    simulators_of,
+    update_in_words,
+)
 from penstock.dashboard.observation import ObservedRun
-from penstock.rundir import MetricsLog
+from penstock.rundir import EventLog, MetricsLog
 from tests.dashboard.prepared_runs import DEATH, STALL, UPDATES, write_prepared
 from tests.dashboard.sample_run import write_run
 
@@ -53,6 +59,24 @@ def test_the_sickest_simulator_of_several():
     sick = {**well, "simulator": "w process 1", "failures": 1, "starts": 2, "last": "boom", "state": "quarantined"}
     told = "w process 1 (task maze) is the sickest: 1 failure, 0 faults in 2 lives, now quarantined; the last: boom"
     assert sickest_in_words([sick, well]) == told
+
+
+def test_a_simulator_that_recovered_is_live_and_its_troubles_are_counted(tmp_path):
+    events = EventLog(write_run(tmp_path / "fleet").events_path)
+    told = {
+        0: ["started", "fault"], 1: ["started", "fault", "failed", "started"], 2: ["started", "failed"],
+        3: ["started", "failed", "quarantined"], 4: ["started", "retired"], 5: ["fault"],
+    }  # fmt: skip
+    for process, kinds in told.items():
+        for kind in kinds:
+            events.append(f"simulator_{kind}", step=1, worker="w", process=process, task="maze", reason="lava")
+    events.close()
+    run = ObservedRun(tmp_path / "fleet")
+    states = {row["simulator"]: (row["state"], row["faults"], row["failures"]) for row in simulators_of(run)}
+    assert states == {
+        "w process 0": ("live", 1, 0), "w process 1": ("live", 1, 1), "w process 2": ("failed", 0, 1),
+        "w process 3": ("quarantined", 0, 1), "w process 4": ("ended", 0, 0), "w process 5": ("live", 1, 0),
+    }  # fmt: skip
 
 
 def test_an_update_in_words(prepared):

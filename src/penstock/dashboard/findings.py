@@ -107,7 +107,9 @@ def simulators_of(run: ObservedRun) -> list[dict[str, Any]]:
         row = simulators.setdefault(
             key, {"simulator": key, "task": event.get("task"), "starts": 0, "faults": 0, "failures": 0, "last": ""}
         )
-        row["state"] = {"started": "live", "retired": "ended"}.get(kind.removeprefix("simulator_"), kind[10:])
+        # A fault is of an episode: the process that tells of it goes on.
+        states = {"started": "live", "fault": row.get("state", "live"), "retired": "ended"}
+        row["state"] = states.get(kind.removeprefix("simulator_"), kind.removeprefix("simulator_"))
         row["since"] = event.get("time")
         row["starts"] += kind == "simulator_started"
         row["faults"] += kind == "simulator_fault"

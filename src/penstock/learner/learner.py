@@ -276,9 +276,7 @@ class Learner:
         Returns:
             float32 [pos] for each example, aligned with its tokens; 0 at a sample's first, which nothing predicts.
         """
-        if not examples:
-            return []
-        length = next(n for n in self._scored_lengths if n >= max(map(longest_sample, examples)))
+        length = next(n for n in self._scored_lengths if n >= max(map(longest_sample, examples), default=0))
         scorer, decoder = self._score_entropy if entropy else self._score, decoder or self._decoder
         return score_plan(plan_scoring(examples, [RowShape(length, 1)]), partial(scorer, decoder))
 

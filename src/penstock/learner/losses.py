@@ -504,7 +504,7 @@ def _backward(how: _Tiles, saved: _Saved, cotangent: HeadOutputs) -> tuple[Array
     return to_hidden, (to_matrix.T if turned else to_matrix).astype(matrix.dtype), None
 
 
-_TURNED_ELEMENTS = 2**23
+_CONFLICTING_SCORES, _TURNED_ELEMENTS = 1024, 2**23
 
 
 def _is_turned(how: _Tiles, matrix: Array) -> bool:
@@ -513,8 +513,7 @@ def _is_turned(how: _Tiles, matrix: Array) -> bool:
     Rows of scores that lie a multiple of 4 KiB apart meet in the same places of a CPU's caches, and the product that
     reads them by columns takes 1.6 times as long. Turning a large matrix back costs more than that.
     """
-    vocabulary = matrix.shape[0]
-    return how.keeps and vocabulary % 1024 == 0 and matrix.size <= _TURNED_ELEMENTS
+    return how.keeps and matrix.shape[0] % _CONFLICTING_SCORES == 0 and matrix.size <= _TURNED_ELEMENTS
 
 
 def _tile_count(count: Array, tile: int) -> Array:
