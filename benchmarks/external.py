@@ -6,7 +6,8 @@
 By default SmolLM2-135M-Instruct (`make checkpoints/SmolLM2-135M-Instruct/config.json`) with an adapter, on the shipped
 word problems, float32, two groups of two short answers an update, staleness budget 1, same seeds. `--vllm` names the
 executable of an environment of its own, `--weights` how versions get there: as adapters by name, or as directories.
-When half of the updates are made, vLLM's process is killed with SIGKILL while it answers requests.
+When half of the updates are made, vLLM's process is killed with SIGKILL while it answers requests. Runs that have ended
+in `--folder` are not made again, so a campaign that was cut off goes on where it was; what was begun there begins anew.
 
 Said of each run: updates, how often its server was started and named as failed, the largest parity KL and how many
 versions had no evidence of it, rollouts whose digests were not verified, the share of tensors that were compared byte
@@ -21,6 +22,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import statistics
 import subprocess
@@ -46,6 +48,8 @@ NOISE = 2.0
 LIMIT_S = 3600.0
 """Longest wait for one run."""
 POLL_S = 0.2
+CPU_SHARE = "0.2"
+"""Of this machine's memory, for vLLM where it has no card: weights, and a cache for a few short answers."""
 PROMPT = "{question} Answer with #### and the number alone: #### 12"
 
 
@@ -63,12 +67,14 @@ def overrides(given: argparse.Namespace) -> list[str]:
         f"inference.max_seq_len={length}", f"replay.groups_per_batch={given.groups}", f"learner.row_length={length}",
         f"learner.micro_batch_rows={given.rows}", f"learner.optimizer.learning_rate={given.learning_rate}",
         f"overseer.checkpoint_every={given.updates}", "learner.parity.wait_s=60",
+        "learner.parity.canary_prompts=1", "learner.parity.canary_tokens=8",
     ]  # fmt: skip
 
 
 def through_vllm(given: argparse.Namespace, weights: str) -> list[str]:
     """What makes a vLLM server answer."""
-    words = ["--gpu-memory-utilization", given.vllm_share] if given.vllm_share else ["--enforce-eager"]
+    words = ["--gpu-memory-utilization", given.vllm_share or CPU_SHARE]
+    words += [] if given.vllm_share else ["--enforce-eager"]
     external = {"launch": [given.vllm, "serve", "{model}", *words], "weights": weights}
     return ["inference.engine=vllm", f"inference.external={json.dumps(external)}"]
 
@@ -142,9 +148,15 @@ def running_at(url: str) -> float:
 def run(words: Sequence[str], folder: Path, kill_after: int, executable: str) -> Measured:
     """Trains in a process of its own; kills its server as soon as it answers something, `kill_after` updates on.
 
+    One that ended there before is read, and not made again.
+
     Raises:
         RuntimeError: it failed, or did not end.
     """
+    ended = folder.with_suffix(".json")
+    if ended.exists():
+        return read_run(folder, **json.loads(ended.read_text()))
+    shutil.rmtree(folder, ignore_errors=True)
     before = _cpu_s()
     command = [sys.executable, "-m", "penstock", "train", *words, "--quiet", f"--run-dir={folder}"]
     killed: float | None = None
@@ -163,12 +175,18 @@ def run(words: Sequence[str], folder: Path, kill_after: int, executable: str) ->
     if process.returncode != 0:
         said_at_last = folder.with_suffix(".out").read_text()
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}: {said_at_last}")
+    ended.write_text(json.dumps({"killed_running": killed, "cpu_s": _cpu_s() - before}))
+    return read_run(folder, **json.loads(ended.read_text()))
+
+
+def read_run(folder: Path, killed_running: float | None, cpu_s: float) -> Measured:
+    """A run that has ended."""
     directory = RunDirectory(folder)
     found = books(RolloutStore(directory).history())
     faults = violations(directory) + ([] if found.closed else [f"the ledger does not close: {found.states}"])
     status = read_status(folder / "status.json") or {}
     events = list(read_events(folder / "events.jsonl"))
-    return Measured(_updates(folder), events, status, faults, killed, _cpu_s() - before)
+    return Measured(_updates(folder), events, status, faults, killed_running, cpu_s)
 
 
 def _updates(folder: Path) -> list[dict[str, Any]]:
@@ -246,7 +264,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
         ("rows", 4, "of a micro-batch"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=meaning)
-    parser.add_argument("--folder", type=Path, help="where the runs stay; by default they are removed")
+    parser.add_argument("--folder", type=Path, help="where the runs stay, and go on; by default they are removed")
     given = parser.parse_args(words)
     if not (given.model / "config.json").is_file():
         parser.error(f"{given.model} holds no model; make {CHECKPOINT}/config.json makes the default one")

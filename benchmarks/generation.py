@@ -250,11 +250,13 @@ def converse(engine: InferenceEngine, decoder: Decoder) -> tuple[float, float]:
 def print_turns(repeats: int) -> None:
     decoder = Decoder.initialise(MODEL, jax.random.key(0))
     engines = {
-        forgets: InferenceEngine(decoder, WeightVersion(0, 1), NoText(), RATIO_SHAPES) for forgets in (False, True)
+        forgets: InferenceEngine(
+            decoder, WeightVersion(0, 1), NoText(), RATIO_SHAPES.model_copy(update={"forgets": forgets})
+        )
+        for forgets in (False, True)
     }
     least = dict.fromkeys(engines, (0.0, float("inf")))
-    for forgets, engine in engines.items():
-        engine.forgets = forgets
+    for engine in engines.values():
         engine.start(lazily=True)
     for number in range(repeats + 1):
         for forgets, engine in engines.items():

@@ -9,6 +9,7 @@ rule. The policy is a drawn decoder whose embedding is larger, so that it is as 
 """
 
 import argparse
+import math
 import re
 import sys
 import tempfile
@@ -213,11 +214,12 @@ def undisturbed(options: argparse.Namespace, folder: Path, updates: int) -> str:
     kls = np.array([row["train/parity_kl"] for row in rows if "train/parity_kl" in row])
     unchecked = rows[-1]["train/parity_unchecked"] if rows else 0.0
     low, middle, high = np.quantile(kls, [0.01, 0.5, 0.99])
+    entropies = [row["train/entropy"] for row in rows if "train/entropy" in row] or [math.nan]  # none without signal
     return (
         f"{len(rows):,} undisturbed updates at staleness {options.staleness[-1]} in {seconds:.0f} s: "
         f"{'no false alarm' if not error else 'FALSE ALARM: ' + error}; {len(kls):,} checked, {unchecked:.0f} without "
         f"evidence; KL {low:.1e} to {high:.1e} (1% to 99%), median {middle:.1e}, largest {kls.max():.1e}; "
-        f"entropy {rows[0]['train/entropy']:.2f} nats at first, {rows[-1]['train/entropy']:.2f} at last"
+        f"entropy {entropies[0]:.2f} nats at first, {entropies[-1]:.2f} at last"
     )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from penstock.inference import GenerationRequest, InferenceEngine, decoding, model_runner
 from penstock.inference.sequence import PendingRequest
 from penstock.model import arrays as digesting
-from penstock.model.language import Decoder, named_arrays, with_named_arrays
+from penstock.model.language import Decoder, named_arrays
 from penstock.types import Completion, WeightVersion
 
 SCALE, TEMPERATURE, ROPE_BASE = 1.05, 1.05, 500_000.0
@@ -165,17 +165,17 @@ class FaultyEngine(InferenceEngine):
             self._published[version.step] = digesting.digests_of(named_arrays(decoder))  # type: ignore[attr-defined]
         if fault in FROM_THE_START and version.step >= first:
             given = named_arrays(decoder)
-            damaged = with_named_arrays(decoder, WEIGHTS[fault](given, given)) if fault in WEIGHTS else decoder
-            self._batch._runner.load(self._batch.prepare(damaged))
+            damaged = WEIGHTS[fault](given, given) if fault in WEIGHTS else given
+            self._batch._runner.load(self._batch.prepare(damaged, None))
 
-    def set_weights(self, version: WeightVersion, decoder: Decoder) -> None:
-        given, before = named_arrays(decoder), self._given
+    def set_weights(self, version: WeightVersion, weights: Decoder | Mapping[str, Any]) -> None:
+        given, before = named_arrays(weights) if isinstance(weights, Decoder) else dict(weights), self._given
         self._given = given
         if WITH_DIGESTS:
             self._published[version.step] = digesting.digests_of(given)  # type: ignore[attr-defined]
         if self._fault in WEIGHTS and version.step >= self._first and before is not None:
-            decoder = with_named_arrays(decoder, WEIGHTS[self._fault](given, before))
-        super().set_weights(version, decoder)
+            weights = WEIGHTS[self._fault](given, before)
+        super().set_weights(version, weights)
 
     def _warm_up(self) -> None:
         super()._warm_up()

@@ -6,10 +6,10 @@
 weights that the run of the same seed began with: the same training prompts and reward function, 16 prompts of 8 answers
 to each optimiser step, one step per batch, Adam with the same coefficients and rate. Every ten updates the policy gives
 eight answers to each of the recipe's held-out problems for decisions; the first mean that is at the bar counts. What is
-counted are the seconds from the start of the process. Penstock's clock runs on while it evaluates, compares engine and
-learner and writes its files; TRL's stands still while it evaluates. Seeds go in pairs, in turn; each run is in FOLDER's
-``outcomes.jsonl`` and is not made again. The ratio is the geometric mean of TRL's seconds by Penstock's, with Student's
-95% interval of its logarithm. Exits with 1 where a mark is missed.
+counted are the seconds from the start of the process until that is known, with the evaluations of both; Penstock's also
+has what it compares and the files that it writes. Neither evaluates before training. Seeds go in pairs, in turn; each
+run is in FOLDER's ``outcomes.jsonl`` and is not made again. The ratio is the geometric mean of TRL's seconds by
+Penstock's, with Student's 95% interval of its logarithm. Exits with 1 where a mark is missed.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def child(cell: Timed, folder: Path) -> None:
     """The process of Penstock that is measured."""
     overrides = (
         f"seed={cell.seed}", f"steps={cell.updates}", f"curriculum.eval_frequency={EVERY}",
-        f"learner.optimizer.learning_rate={cell.rate}", "overseer.keep_every=1000000",
+        f"learner.optimizer.learning_rate={cell.rate}", "overseer.keep_every=1000000", "curriculum.eval_before=false",
     )  # fmt: skip
     penstock.train(penstock.load_config(RECIPE, list(overrides)), folder, recipe=RECIPE, quiet=True)
 

@@ -202,6 +202,8 @@ def adapter(tmp_path_factory):
 def test_an_adapter_is_trained_published_and_saved_alone(adapter):
     run_dir, summary = adapter
     assert summary.step == UPDATES
+    events = list(read_events(run_dir / "events.jsonl"))
+    assert [event["step"] for event in events if event["event"] == "resume"] == [UPDATES // 2]
     updates = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
     assert [row["step"] for row in updates] == list(range(1, UPDATES + 1))
     assert np.mean([row["train/grad_norm"] > 0 for row in updates]) >= 0.9
@@ -212,7 +214,15 @@ def test_an_adapter_is_trained_published_and_saved_alone(adapter):
     arrays = named_arrays(decoder)
     travelling = sum(array.nbytes for array in trained_arrays(arrays, decoder.config.still).values())
     share = travelling / sum(array.nbytes for array in named_arrays(base).values())
-    print(f"\n{travelling:,} bytes published for a version, {share:.2%}; parity KL {min(kls):.2g} to {max(kls):.2g}")
+    held_out = [event["reward"]["gsm8k"] for event in events if event["event"] == "evaluation"]
+    checked, update, guard = (
+        [row[name] for row in updates] for name in ("train/parity_checked", "time/update", "time/parity")
+    )
+    print(
+        f"\n{travelling:,} bytes published for a version, {share:.2%}; parity KL {min(kls):.2g} to {max(kls):.2g} of "
+        f"{min(checked):.0f} to {max(checked):.0f} tokens; median update {np.median(update):.1f} s, of which the guard "
+        f"{np.median(guard):.1f}; held-out rewards {np.round(held_out, 3)}"
+    )
     assert share <= 0.04 and (folder / "adapter_model.safetensors").stat().st_size < 1.01 * travelling + 100_000
     still = {name: digest for name, digest in decoder_digests(arrays).items() if not name.startswith("adapter.")}
     assert still == decoder_digests(named_arrays(base)) and bool(decoder.adapter.query.b.any())

@@ -28,7 +28,9 @@ def test_both_engines_have_the_same_run_but_for_who_answers(given):
     builtin = load_config(recipe, words)
     through = load_config(recipe, [*words, *through_vllm(asked, "lora")])
     assert through.model_copy(update={"inference": builtin.inference}) == builtin
-    assert through.server_command("base", 1)[:4] == ["/opt/vllm", "serve", "base", "--enforce-eager"]
+    assert through.server_command("base", 1)[:6] == [
+        "/opt/vllm", "serve", "base", "--gpu-memory-utilization", "0.2", "--enforce-eager",
+    ]  # fmt: skip
     assert {"--enable-lora", "--max-num-seqs"} <= {*through.server_command("base", 1)}
 
 

@@ -109,8 +109,7 @@ def start_engine(decoder: Decoder, codec: ByteCodec, config: EngineConfig) -> It
     engines: list[InferenceEngine] = []
 
     def start(weights: Decoder = decoder, shapes: EngineConfig = config, forgets: bool = False) -> InferenceEngine:
-        engine = InferenceEngine(weights, WeightVersion(0, 0), codec, shapes)
-        engine.forgets = forgets
+        engine = InferenceEngine(weights, WeightVersion(0, 0), codec, shapes.model_copy(update={"forgets": forgets}))
         engines.append(engine)
         engine.start()
         engine.wait_until_ready(READY_TIMEOUT_S)

@@ -186,6 +186,14 @@ def test_echo_scores_given_tokens_as_evaluation_harnesses_ask(client, served_eng
         assert answer.system_fingerprint == "weights-2-7"
 
 
+def test_echo_computes_a_prompt_once(client, served_engine):
+    before = served_engine.stats()
+    complete(client, prompt="computed once", echo=True, logprobs=0)
+    after = served_engine.stats()
+    assert after["inference/scored_tokens_total"] - before["inference/scored_tokens_total"] == len("computed once") - 1
+    assert after["inference/prefill_tokens_total"] == before["inference/prefill_tokens_total"]
+
+
 def test_echo_repeats_the_text_and_streams_it_first(client):
     said = complete(client).choices[0].text
     assert complete(client, echo=True, n=2).choices[0].text == "go" + said

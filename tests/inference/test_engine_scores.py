@@ -1,5 +1,6 @@
 """Given texts are scored as the learner scores them, by one version, beside what is generated; and alternatives."""
 
+import functools
 import threading
 from pathlib import Path
 
@@ -158,6 +159,23 @@ def test_one_chunk_goes_between_two_dispatches(engine, monkeypatch):
     assert [done[at] for at in chunks] == [("score", start) for start in (0, 16, 32, 48)]
     during = [at for at in chunks if "decode" in done[at:]]
     assert all(done[at + 1] == "decode" for at in during)
+
+
+def test_what_goes_on_from_a_kept_text_does_not_prefill_it(engine, decoder):
+    def prefilled_by(number, kept, between=lambda: None):
+        text = (text_of_length(40) + number) % 257
+        result(engine.score([text], kept=kept))
+        between()
+        before = engine.stats()["inference/prefill_tokens_total"]
+        request = GenerationRequest(text, Decoding(max_output_tokens=8, stop_token_ids=(999,)), 3, 2)
+        for answer in engine.submit([request])[0].result(WAIT_S):
+            whole = np.concatenate([text, answer.response_tokens])
+            np.testing.assert_allclose(answer.response_logprobs, learners(decoder, whole, 1.0)[39:], atol=1e-4)
+        return engine.stats()["inference/prefill_tokens_total"] - before
+
+    assert prefilled_by(1, kept=True) == 0 < prefilled_by(2, kept=False)
+    again = functools.partial(engine.set_weights, WeightVersion(0, 3), decoder)
+    assert prefilled_by(3, kept=True, between=lambda: (again(), engine.digests(WAIT_S))) > 0
 
 
 def test_a_text_is_scored_by_one_version_whatever_comes_meanwhile(start_engine, decoder, make_decoder, chunked):

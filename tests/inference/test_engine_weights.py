@@ -1,5 +1,6 @@
 """Weight swaps: between dispatches only, whole, and recorded token by token."""
 
+import gc
 import threading
 
 import equinox as eqx
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from tests.waiting import wait_until
 
-from penstock.inference import GenerationRequest
+from penstock.inference import GenerationRequest, InferenceEngine, decoding
 from penstock.model.arrays import digests_of
 from penstock.model.language import Segments, named_arrays
 from penstock.types import Decoding, NoProgressError, WeightsError, WeightVersion
@@ -105,11 +106,11 @@ def test_generation_goes_on_while_weights_are_brought_into_their_form(engine, ma
     runner, begun, go_on = engine._batch._runner, threading.Event(), threading.Event()
     prepare, unstacked_by = runner.prepare, []
 
-    def prepare_when_told(decoder):
+    def prepare_when_told(arrays, held):
         begun.set()
         assert go_on.wait(WAIT_S)
         unstacked_by.append(threading.current_thread())
-        return prepare(decoder)
+        return prepare(arrays, held)
 
     monkeypatch.setattr(runner, "prepare", prepare_when_told)
     publisher = threading.Thread(target=engine.set_weights, args=(WeightVersion(0, 1), make_decoder(9)))
@@ -129,7 +130,7 @@ def test_an_engine_tells_the_digests_of_what_the_next_dispatch_reads(engine, mak
     prepare = engine._batch._runner.prepare
     monkeypatch.setattr(
         engine._batch._runner, "prepare",
-        lambda decoder: eqx.tree_at(lambda w: w.ends.final_norm, prepare(decoder), other.final_norm),
+        lambda *given: eqx.tree_at(lambda w: w.ends.final_norm, prepare(*given), other.final_norm),
     )  # fmt: skip
     engine.set_weights(WeightVersion(0, 5), new)
     version, found = engine.digests(WAIT_S)
@@ -166,7 +167,7 @@ def test_a_new_lineage_is_recorded(engine, decoder):
 
 def test_weights_of_another_shape_are_refused_and_change_nothing(engine, make_decoder):
     for other in (make_decoder(hidden_size=40), make_decoder(model_type="llama")):
-        with pytest.raises(WeightsError, match="differ in name, shape or dtype"):
+        with pytest.raises(WeightsError, match="weights do not fit the engine: "):
             engine.set_weights(WeightVersion(0, 1), other)
     assert engine.version == WeightVersion(0, 0)
 
@@ -272,3 +273,76 @@ def test_an_idle_engine_pauses_and_a_version_gets_another_name(engine):
     (future,) = engine.submit([request()])
     engine.resume()
     assert future.result(WAIT_S)[0].weight_steps.tolist() == [17] * 16
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+DEEP = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8}
+
+
+def live_bytes():
+    return sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted())
+
+
+def from_host(decoder, dtype):
+    return {name: np.array(array, dtype) for name, array in named_arrays(decoder).items()}
+
+
+@pytest.fixture
+def deep_engine(make_decoder, codec, config):
+    """One of eight layers, which compiles nothing, as nobody asks it."""
+    engine = InferenceEngine(make_decoder(**DEEP), WeightVersion(0, 0), codec, config)
+    engine.start(lazily=True)
+    yield engine
+    engine.stop(WAIT_S)
+
+
+@pytest.mark.parametrize("dtype", [None, np.float32, jnp.bfloat16])
+def test_a_swap_has_the_weights_twice_and_nothing_more(deep_engine, make_decoder, monkeypatch, dtype):
+    """Given by reference, as in one process; and from host memory, in the engine's dtype and in that of the way."""
+    engine, new = deep_engine, make_decoder(9, **DEEP)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._batch.weights))
+    given = named_arrays(new) if dtype is None else from_host(new, dtype)
+    expected = digests_of({name: jnp.asarray(array, jnp.float32) for name, array in given.items()})
+    if dtype is not None:
+        del new
+    gc.collect()
+    others = live_bytes() - size  # the cache, and what the caller has: all but what is served
+    seen, taken, load = [], decoding._taken, engine._batch.load
+    monkeypatch.setattr(decoding, "_taken", lambda *args: (taken(*args), seen.append(live_bytes()))[0])
+    monkeypatch.setattr(engine._batch, "load", lambda weights: (load(weights), seen.append(live_bytes()))[0])
+    engine.set_weights(WeightVersion(0, 1), given)
+    assert engine.digests(WAIT_S) == (WeightVersion(0, 1), expected)
+    assert len(seen) > 8 and 1.5 * size < max(seen) - others <= 2.1 * size
+    gc.collect()
+    assert live_bytes() - others <= 1.1 * size
+
+
+def test_what_is_not_named_stays_as_it_is_served(engine, decoder, make_decoder):
+    before, new = engine._batch.weights, named_arrays(make_decoder(9))
+    frozen = ("embedding", "layers.gate", "layers.up")
+    engine.set_weights(WeightVersion(0, 1), {name: array for name, array in new.items() if name not in frozen})
+    expected = new | {name: named_arrays(decoder)[name] for name in frozen}
+    assert engine.digests(WAIT_S) == (WeightVersion(0, 1), digests_of(expected))
+    after = engine._batch.weights
+    assert after.ends.embedding is before.ends.embedding and after.ends.final_norm is new["final_norm"]
+    for layer, held in zip(after.layers, before.layers, strict=True):
+        assert layer.gate is held.gate and layer.up is held.up and layer.down is not held.down
+
+
+def test_versions_that_name_different_arrays_add_up_before_they_are_served(engine, decoder, make_decoder):
+    new = named_arrays(make_decoder(9))
+    with engine._changed:  # the engine cannot look in between
+        engine.set_weights(WeightVersion(0, 1), {"layers.up": new["layers.up"]})
+        engine.set_weights(WeightVersion(0, 2), {"final_norm": new["final_norm"]})
+    expected = named_arrays(decoder) | {name: new[name] for name in ("layers.up", "final_norm")}
+    assert engine.digests(WAIT_S) == (WeightVersion(0, 2), digests_of(expected))
+
+
+def test_host_memory_may_be_used_again(engine, make_decoder):
+    given, expected = from_host(make_decoder(9), np.float32), digests_of(named_arrays(make_decoder(9)))
+    engine.set_weights(WeightVersion(0, 1), given)
+    for array in given.values():
+        array[...] = 0
+    assert engine.digests(WAIT_S) == (WeightVersion(0, 1), expected)

@@ -240,7 +240,7 @@ def test_the_digests_of_what_is_served_are_those_of_the_decoder(make_decoder, co
     found = runner.weights.digests()
     assert {name for name in expected if found[name] != expected[name]} == {"layers.query"}
     first, second = runner.weights.layers
-    runner.load(dataclasses.replace(runner.prepare(decoder), layers=(second, first)))
+    runner.load(dataclasses.replace(runner.prepare(named_arrays(decoder)), layers=(second, first)))
     found = runner.weights.digests()
     assert {name for name in expected if found[name] != expected[name]} == {
         name for name in expected if name.startswith("layers.")

@@ -460,7 +460,12 @@ def test_a_trainer_drives_a_server_by_the_routes_of_vllm(driven, make_decoder):
         ("/collective_rpc", {"method": "shutdown"}, 400, "method must be reload_weights"),
         ("/collective_rpc", RELOAD | {"kwargs": {}}, 400, "kwargs.weights_path"),
         ("/collective_rpc", RELOAD | {"kwargs": {"weights_path": "/nowhere"}}, 400, "no config.json"),
-        ("/collective_rpc", RELOAD | {"kwargs": {"weights_path": "/wider"}}, 400, "differ in name"),
+        (
+            "/collective_rpc",
+            RELOAD | {"kwargs": {"weights_path": "/wider"}},
+            400,
+            "do not fit the engine: embedding is float32[257, 64]",
+        ),
         ("/update_weight_version", {"new_version": "default"}, 400, "<lineage>-<step>"),
         ("/update_weight_version", {"new_version": "1-" + "9" * 40}, 400, "<lineage>-<step>"),
         ("/weight_checker", {"action": "corrupt"}, 400, "action must be checksum"),

@@ -12,6 +12,7 @@ from tests.inference.test_model_runner import CompilationCounter
 from tests.inference.test_model_runner_decoding import FAMILIES, packed_logprobs
 
 from penstock.inference import GenerationRequest
+from penstock.inference.decoding import Moves
 from penstock.inference.dispatch import to_device
 from penstock.inference.model_runner import ModelRunner, ModelSplit
 from penstock.inference.scheduler import SlotTable
@@ -123,12 +124,12 @@ def test_sums_and_scores_cross_between_devices_but_never_weights_or_cache(make_d
     assert collectives(programs.decode, weights, cache, rows, steps=4) == {
         ("f32[4,32]", "all-reduce"): 5, ("f32[4,258]", "all-gather"): 1,
     }  # fmt: skip
-    tokens, source = np.zeros((2, 8), np.int32), np.zeros(4, np.int32)
+    tokens = np.zeros((2, 8), np.int32)
     assert sum(collectives(programs.prefill, weights, tokens).values()) == 3  # of the last layer only keys and values
-    prefilled = programs.prefill(weights, tokens)
-    assert collectives(programs.insert, cache, prefilled, source) == {}
-    assert collectives(programs.fork, cache, source) == {}
-    assert collectives(programs.resize, cache, window=64) == {}
+    held, prefilled = cache.keys[0], programs.prefill(weights, tokens).keys[0]
+    assert collectives(programs.insert, held, prefilled, Moves.of({0: (1, 8)}, 4, 8)) == {}
+    assert collectives(programs.fork, held, Moves.of({0: (1, 8)}, 4, 16)) == {}
+    assert collectives(programs.resize, held, window=64) == {}
 
 
 @pytest.mark.slow

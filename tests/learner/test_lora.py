@@ -75,11 +75,24 @@ def test_engine_and_learner_read_the_same_base(beside, config, batch_of):
     learner = made(beside, config)
     served = ServedWeights.of(learner.decoder)
     learner.update(batch_of(0), 0)
-    newer = ServedWeights.of(learner.decoder)
+    newer = served.renewed(trained_arrays(learner.named_arrays(), learner.optimizer.frozen))
     apart = jax.tree.leaves((served.ends, [replace(layer, adapter=None) for layer in served.layers]))
     again = jax.tree.leaves((newer.ends, [replace(layer, adapter=None) for layer in newer.layers]))
     assert {a.unsafe_buffer_pointer() for a in apart} == {a.unsafe_buffer_pointer() for a in again} == pointers(beside)
     assert newer.digests() == decoder_digests(learner.named_arrays()) != served.digests()
+
+
+def test_engine_and_learner_read_the_same_frozen_ends(decoder, config, batch_of):
+    learner = made(decoder, config, optimizer=FAST.model_copy(update={"frozen": ("embedding", "layers.gate")}))
+    first = ServedWeights.of(learner.decoder)
+    learner.update(batch_of(0), 0)
+    served = first.renewed(trained_arrays(learner.named_arrays(), learner.optimizer.frozen))
+    assert served.ends.embedding is learner.decoder.embedding is decoder.embedding
+    assert (
+        served.ends.output_matrix is learner.decoder.output_matrix and served.ends.final_norm is not decoder.final_norm
+    )
+    assert all(one.gate is other.gate for one, other in zip(served.layers, first.layers, strict=True))
+    assert served.digests() == decoder_digests(learner.named_arrays()) != first.digests()
 
 
 def test_a_first_update_is_that_of_the_whole_model_in_its_numbers(beside, decoder, config, batch_of):

@@ -5,11 +5,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import equinox as eqx
-
 from penstock.environments import load_environment
 from penstock.inference import InferenceEngine
-from penstock.model.language import Decoder
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.training import open_run
@@ -21,14 +18,14 @@ STALE, FROM_STEP = "inference-1#0", 3
 class StaleEngine(InferenceEngine):
     """One whose ``layers.down`` is of the version before, from a step on, where it has the name `STALE`."""
 
-    _before: Decoder | None = None
+    _before: Mapping[str, Any] | None = None
 
-    def set_weights(self, version: WeightVersion, decoder: Decoder) -> None:
-        given = decoder
+    def set_weights(self, version: WeightVersion, weights: Mapping[str, Any]) -> None:
+        given = weights
         if self._name == STALE and version.step >= FROM_STEP and self._before is not None:
-            decoder = eqx.tree_at(lambda d: d.layers.down, decoder, self._before.layers.down)
+            weights = {**weights, "layers.down": self._before["layers.down"]}
         self._before = given
-        super().set_weights(version, decoder)
+        super().set_weights(version, weights)
 
 
 def make_inference(ctx: Any, settings: Mapping[str, Any]) -> Any:

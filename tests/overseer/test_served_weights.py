@@ -1,29 +1,26 @@
 """Engines that serve other arrays than the learner made: found at once, their answers never trained, replaced."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import pyarrow.parquet as pq
 import pytest
 
 from penstock.inference import InferenceEngine
-from penstock.model.language import Decoder
 from penstock.overseer import train
 from penstock.rundir import read_events, read_json_lines, read_metrics
 from penstock.types import MismatchError, WeightVersion
 from tests.overseer.conftest import tiny
 from tests.overseer.test_run import running
 
-Fault = Callable[[Decoder, Decoder], Decoder]
+Arrays = Mapping[str, Any]
+Fault = Callable[[Arrays, Arrays], Arrays]
 FAULTS: dict[str, tuple[Fault, str, str]] = {
-    "one left old": (lambda new, old: eqx.tree_at(lambda d: d.layers.down, new, old.layers.down), "1", "layers.down"),
+    "one left old": (lambda new, old: {**new, "layers.down": old["layers.down"]}, "1", "layers.down"),
     "two swapped": (
-        lambda new, old: eqx.tree_at(
-            lambda d: (d.layers.gate, d.layers.up), new, (new.layers.up, new.layers.gate)
-        ),
+        lambda new, old: {**new, "layers.gate": new["layers.up"], "layers.up": new["layers.gate"]},
         "2",
         "layers.gate, layers.up",
     ),
@@ -35,14 +32,14 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, Fault], None]
     """Has one engine, by name and incarnation, swap in something else from a version on."""
 
     def break_(engine: str, step: int, fault: Fault) -> None:
-        set_weights, before = InferenceEngine.set_weights, list[Decoder]()
+        set_weights, before = InferenceEngine.set_weights, list[Arrays]()
 
-        def swapped(self: InferenceEngine, version: WeightVersion, decoder: Decoder) -> None:
+        def swapped(self: InferenceEngine, version: WeightVersion, weights: Arrays) -> None:
             if self._name == engine and version.step >= step:
-                decoder = fault(decoder, before[-1])
+                weights = fault(weights, before[-1])
             elif self._name == engine:
-                before[:] = [decoder]
-            set_weights(self, version, decoder)
+                before[:] = [weights]
+            set_weights(self, version, weights)
 
         monkeypatch.setattr(InferenceEngine, "set_weights", swapped)
 

@@ -143,7 +143,7 @@ def test_a_learner_waits_in_slices_up_to_its_own_limit(wire, serve, loop, monkey
     s, heard = serve(), []
     caller = wire.Wire(s.service, loop, in_turn("request"))
     with pytest.raises(NoProgressError, match="update 0 needs 2 groups"):
-        RemoteBatches(caller, 0, on_wait=heard.append).next_batch(0, 0.1)
+        RemoteBatches(caller, 0, on_wait=heard.append).next_batch(0, 0.5)
     assert caller.calls.count("next_batch") > 3 and "update 0 needs 2 groups" in heard[0]
 
 

@@ -359,8 +359,8 @@ class KeptPages:
             return safe(RUN_PAGES[name](run, words))
         key, news, now = (run.directory.path, name, *sorted(words.items())), _news_of(run), self._clock()
         with self._lock:
-            known, until, answer = self._kept.get(key, (None, 0.0, None))
-        if known == news or (known is not None and news["state"] == "running" and now < until):
+            known, until, answer = self._kept.get(key, ({}, 0.0, {}))
+        if known == news or (known and news["state"] == "running" and now < until):
             return answer
         begun = time.thread_time()
         answer = safe(RUN_PAGES[name](run, words))

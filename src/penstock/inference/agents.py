@@ -194,14 +194,14 @@ class _Session:
         return futures
 
     def score(
-        self, texts: Sequence[np.ndarray], temperature: float = 1.0, alternatives: int = 0
+        self, texts: Sequence[np.ndarray], temperature: float = 1.0, alternatives: int = 0, kept: bool = False
     ) -> list[Future[PromptScores]]:
         """Refuses: nothing is scored for agents, whose requests are what is trained.
 
         Raises:
             ConfigError: always.
         """
-        del texts, temperature, alternatives
+        del texts, temperature, alternatives, kept
         raise ConfigError("prompts are not scored during a run: leave out prompt_logprobs, and echo beside logprobs")
 
     def close(self) -> list[Completion]:

@@ -51,6 +51,9 @@ class EngineConfig(BaseModel):
         request_timeout_s: Longest wait of one blocking call of `EngineContext` for all its responses.
         model_parallel: Devices of this machine over which the model and its cache are split; None takes all of them.
             A divisor of the model's attention heads, key heads and MLP width.
+        forgets: Whether nothing of what was generated before is shared with what an idle engine is asked next, so that
+            one submission always comes out the same. Runs at staleness zero, of one worker and one server, and
+            `RolloutManager.from_configs` have it in any case.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,6 +73,7 @@ class EngineConfig(BaseModel):
     max_stop_token_ids: int = Field(default=8, gt=0)
     request_timeout_s: float = Field(default=600.0, gt=0)
     model_parallel: int | None = Field(default=1, ge=1)
+    forgets: bool = False
 
     @model_validator(mode="after")
     def _ascending(self) -> "EngineConfig":
@@ -193,7 +197,7 @@ class ExternalConfig(BaseModel):
 
 _BUILTIN_KEYS = (
     "steps_per_dispatch", "prefill_rows", "prefill_tokens", "prefill_lengths", "windows", "max_stop_token_ids",
-    "model_parallel", "host", "tls_cert", "tls_key", "max_waiting",
+    "model_parallel", "forgets", "host", "tls_cert", "tls_key", "max_waiting",
 )  # fmt: skip
 
 

@@ -20,8 +20,8 @@ name only the pages that they have filled (``pages``). Which one is fixed when a
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -37,7 +37,9 @@ from penstock.model.arrays import joined_digests, lower_digests, named_leaves
 from penstock.model.language import Decoder, Layer, ModelConfig, Segments, grouped_attention, rotary_tables
 from penstock.model.language.attention import Pages, attention, page_positions, paged_attention
 from penstock.model.language.attention_choice import AttentionKernel
-from penstock.model.language.decoder import stack_names
+from penstock.model.language.decoder import layer_of, stack_names
+
+_Tree = TypeVar("_Tree")
 
 DecodeKernel = Literal["dense", "pages"]
 """What computes the attention of a decode step."""
@@ -169,6 +171,29 @@ class ServedWeights(eqx.Module):
         """Unstacks the layers, once per weight version; those beside an adapter stay where they are."""
         return cls(dataclasses.replace(decoder, layers=(), adapter=None), decoder.layers_apart())
 
+    def renewed(self, arrays: Mapping[str, Array | np.ndarray]) -> "ServedWeights":
+        """With others in the place of some; what is not named is the very array that is served now.
+
+        A stack is taken apart layer by layer, on its way from host memory, too: beyond these weights and the new ones
+        never more than one array of one layer is there.
+
+        Args:
+            arrays: By the names of the decoder's arrays. Those of JAX are kept by reference where they are served as
+                they lie; those in host memory are copied, and cast where they travelled in another dtype.
+        """
+        host = {name: array for name, array in arrays.items() if not isinstance(array, jax.Array)}
+        structure, stacked = jax.tree.structure(self.layers[0]), stack_names(named_leaves(self.layers[0])).keys()
+        stacks = jax.tree.unflatten(structure, [arrays.get(name) if name not in host else None for name in stacked])
+        layers: list[Layer] = []
+        for number, layer in enumerate(self.layers):
+            prefix = f"layers.{number}."
+            own = {f"layers.{n.removeprefix(prefix)}": array for n, array in arrays.items() if n.startswith(prefix)}
+            own |= {name: host[name][number] for name in stacked & host.keys()}
+            own |= stack_names(named_leaves(layer_of(stacks, np.int32(number))))
+            layers.append(_renewed(layer, stack_names(named_leaves(layer)), own))
+        ends = _renewed(self.ends, named_leaves(self.ends), arrays)
+        return dataclasses.replace(self, ends=ends, layers=tuple(layers))
+
     def scores(self, x: Float[Array, "slots hidden"]) -> Float32[Array, "slots vocab"]:
         """Logits from the last layer's residual stream, whole on every device, where each of them then samples."""
         logits = self.ends.logits(self.ends.normalise(x))
@@ -188,6 +213,21 @@ class ServedWeights(eqx.Module):
     @staticmethod
     def _named(layer: Layer) -> dict[str, Any]:
         return stack_names(named_leaves(layer))
+
+
+def _renewed(tree: _Tree, names: Iterable[str], arrays: Mapping[str, Any]) -> _Tree:
+    """The tree with these arrays where its leaves have such names."""
+    leaves, structure = jax.tree.flatten(tree)
+    named = zip(names, leaves, strict=True)
+    return jax.tree.unflatten(structure, [_taken(arrays[n], held) if n in arrays else held for n, held in named])
+
+
+def _taken(new: Array | np.ndarray, held: Array) -> Array:
+    """An array as the one is served that it replaces."""
+    if not isinstance(new, jax.Array):  # a copy: on CPUs JAX would refer to the caller's memory, which is used again
+        return jax.device_put(np.array(new), held.sharding).astype(held.dtype)
+    lies_there = new.sharding.is_equivalent_to(held.sharding, new.ndim)
+    return new if lies_there else jax.device_put(new, held.sharding)
 
 
 class _Progress(NamedTuple):

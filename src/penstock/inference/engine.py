@@ -5,19 +5,20 @@ decode steps, and completes what ended. Requests join and leave only between dis
 there, so every token has exactly one version. Given one `submit` into an idle engine that forgets, everything that
 follows is a function of that submission and the weights; any other takes from its cache what a prompt begins with.
 
-An exception in the thread fails every pending future and is raised again by the next call. Not covered: paging of
-memory.
+An exception in the thread fails every pending future and is raised again by the next call.
 """
 
 import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Literal
 
+import jax
 import numpy as np
+from jaxtyping import Array
 
 from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import ServedWeights
@@ -32,7 +33,7 @@ from penstock.inference.sequence import (
     check_request,
     check_scoring,
 )
-from penstock.model.arrays import structure_of
+from penstock.model.arrays import check_fits, named_leaves
 from penstock.model.language import Decoder, ModelConfig
 from penstock.model.programs import LazyPrograms, Programs
 from penstock.types import (
@@ -44,7 +45,6 @@ from penstock.types import (
     RunFailed,
     Stopped,
     TextCodec,
-    WeightsError,
     WeightVersion,
 )
 
@@ -66,9 +66,6 @@ class InferenceEngine:
         name: Said by every completion; unique in the run, so that a replaced server is another one.
         begun: Has `first_programs` compiled already, or begun; for an engine that is started lazily.
 
-    Attributes:
-        forgets: Whether nothing shares the cache of what was generated before an idle engine's next submission.
-
     Raises:
         ConfigError: the sequence length exceeds what the model is meant for.
     """
@@ -84,9 +81,8 @@ class InferenceEngine:
     ) -> None:
         check_length(decoder.config, config)
         self._tokenizer, self._config, self._name = tokenizer, config, name
-        self.forgets = False
         self._vocab_size = decoder.config.vocab_size
-        self._signature = structure_of(decoder)
+        self._shapes: dict[str, jax.ShapeDtypeStruct] = named_leaves(jax.eval_shape(lambda: decoder))
         self._meter = ThroughputMeter()
         self._batch = RunningBatch(decoder, config, self._meter)
         self._changed = threading.Condition()  # guards everything below
@@ -206,7 +202,7 @@ class InferenceEngine:
         responses = [Response.of(p, i, self._tokenizer) for p in pending for i in range(p.request.n)]
         with self._changed:
             self._refuse_if_ended()
-            self._fresh_start |= self.forgets and self._open_responses == 0
+            self._fresh_start |= self._config.forgets and self._open_responses == 0
             self._open_responses += len(responses)
             if first:
                 self._waiting.extendleft(reversed(responses))
@@ -217,7 +213,7 @@ class InferenceEngine:
         return [p.future for p in pending]
 
     def score(
-        self, texts: Sequence[np.ndarray], temperature: float = 1.0, alternatives: int = 0
+        self, texts: Sequence[np.ndarray], temperature: float = 1.0, alternatives: int = 0, kept: bool = False
     ) -> list[Future[PromptScores]]:
         """Enqueues given texts to be scored, none of them if one is invalid.
 
@@ -228,6 +224,7 @@ class InferenceEngine:
             texts: int32 [p] each, at most `EngineConfig.max_seq_len` tokens.
             temperature: Divides the logits, as it does for what is sampled; 0 leaves them.
             alternatives: How many of the most probable tokens are told at each position.
+            kept: Whether a free slot takes what was cached, so that what goes on from a text need not prefill it.
 
         Returns:
             A future for each; one that is cancelled is not scored.
@@ -238,13 +235,13 @@ class InferenceEngine:
             Stopped: the engine was stopped; the futures, too, where it is stopped or paused by abortion meanwhile.
             RunFailed: the engine failed.
         """
-        scorings = [Scoring(text, temperature, alternatives) for text in texts]
+        scorings = [Scoring(text, temperature, alternatives, kept) for text in texts]
         for scoring in scorings:
             check_scoring(scoring, self._config, self._vocab_size)
         with self._changed:
             self._refuse_if_ended()
         for length in {len(text) for text in texts}:
-            self._batch.need_scores(length)
+            self._batch.need_scores(length, kept)
         with self._changed:
             self._refuse_if_ended()
             self._scorings.extend(scorings)
@@ -287,7 +284,7 @@ class InferenceEngine:
         """Raises what `submit` would raise about this request alone."""
         check_request(request, self._config, self._vocab_size)
 
-    def set_weights(self, version: WeightVersion, decoder: Decoder) -> None:
+    def set_weights(self, version: WeightVersion, weights: Decoder | Mapping[str, Array | np.ndarray]) -> None:
         """Serves these weights from the next dispatch on; responses that run go on with them.
 
         They are brought into the form that they are served in here, while generation goes on: the swap itself, between
@@ -295,16 +292,19 @@ class InferenceEngine:
 
         Args:
             version: Recorded for every token that they sample.
-            decoder: Of the same shape as the first. Kept by reference: its arrays must not be donated.
+            weights: A decoder as the first, or some of its arrays by name, beside which the others stay. JAX's are kept
+                by reference, so they must not be donated; those in host memory are copied, and cast if need be.
 
         Raises:
             WeightsError: the shape differs.
         """
-        if structure_of(decoder) != self._signature:
-            raise WeightsError("the new decoder's arrays differ in name, shape or dtype from the engine's")
+        whole = isinstance(weights, Decoder)
+        arrays = named_leaves(weights) if whole else weights
+        check_fits(self._shapes, arrays, "the engine", partly=not whole)
         with self._changed:
             self._refuse_if_ended()
-        prepared = self._batch.prepare(decoder)
+            held = None if self._next_weights is None else self._next_weights[1]
+        prepared = self._batch.prepare(arrays, held)
         with self._changed:
             self._refuse_if_ended()
             self._next_weights = (version, prepared)

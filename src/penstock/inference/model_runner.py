@@ -167,17 +167,8 @@ class ModelSplit:
         """Of each array of a cache: (slot, kv head, position, head dim), split by heads."""
         return NamedSharding(self.mesh, PartitionSpec(None, MODEL_AXIS))
 
-    def serve(self, decoder: Decoder, held: ServedWeights | None = None) -> ServedWeights:
-        """Puts each parameter, part by part, onto its devices; the decoder itself stays where it is.
-
-        Args:
-            decoder: What is going to be served.
-            held: What is served now: beside an adapter the base is the same, and only the adapter is put there.
-        """
-        if decoder.adapter is not None and held is not None:
-            base = tuple(dataclasses.replace(layer, adapter=None) for layer in held.layers)
-            decoder = dataclasses.replace(held.ends, layers=base, adapter=self._place(decoder.adapter))
-            return dataclasses.replace(ServedWeights.of(decoder), scores_via=held.scores_via)
+    def serve(self, decoder: Decoder) -> ServedWeights:
+        """Puts each parameter, part by part, onto its devices; the decoder itself stays where it is."""
         weights = ServedWeights.of(self._place(decoder))
         by_token = NamedSharding(self.mesh, PartitionSpec(None, MODEL_AXIS if self.vocabulary else None))
         return dataclasses.replace(self._place(weights), scores_via=(by_token, self.whole))
@@ -245,7 +236,7 @@ class ModelRunner:
         self._split = ModelSplit.over(decoder.config, devices, config.section) if devices > 1 else None
         self._lazy: LazyPrograms | None = None
         self.first = False
-        self._weights = self._prepared(decoder, None)
+        self._weights = self._unstacked(decoder)
         light = functools.partial(light_programs, self._platform, decoder.config.dtype)
         self._programs = light() if self._split is None else split_programs(self._split)
         create = functools.partial(self._programs.create, decoder.config, config.max_slots, self._windows[0])
@@ -264,15 +255,20 @@ class ModelRunner:
         """As the last program leaves it; donated to the next one."""
         return self._cache
 
-    def prepare(self, decoder: Decoder) -> ServedWeights:
-        """Weights as the programs take them, on their devices; what is served stays as it is. For any thread."""
-        return self._prepared(decoder, self._weights)
-
-    def _prepared(self, decoder: Decoder, held: ServedWeights | None) -> ServedWeights:
+    def _unstacked(self, decoder: Decoder) -> ServedWeights:
         if are_shapes(decoder):
             return jax.eval_shape(ServedWeights.of, decoder)
-        weights = ServedWeights.of(decoder) if self._split is None else self._split.serve(decoder, held)
+        weights = ServedWeights.of(decoder) if self._split is None else self._split.serve(decoder)
         return jax.block_until_ready(weights)
+
+    def prepare(self, arrays: Mapping[str, Array | np.ndarray], held: ServedWeights | None = None) -> ServedWeights:
+        """Weights as the programs take them, on their devices; what is served stays as it is. For any thread.
+
+        Args:
+            arrays: As `ServedWeights.renewed` takes them.
+            held: What they are put into; by default what is served.
+        """
+        return jax.block_until_ready((held or self._weights).renewed(arrays))
 
     @property
     def weights(self) -> ServedWeights:
@@ -297,9 +293,12 @@ class ModelRunner:
         self._need(_PREFILL.format(*tokens.shape), _INSERT.format(*tokens.shape, self.window))
         length, run = tokens.shape[1], self._programs.prefill
         prefilled = run(self._weights, jax.device_put(tokens), kernel=self._prefill_kernel(length))
-        rows = {slot: (row, length) for slot, row in enumerate(source.tolist()) if row >= 0}
-        moves = Moves.of(rows, len(source), length)
-        self._cache = jax.tree.map(lambda *arrays: self._programs.insert(*arrays, moves), self._cache, prefilled)
+        self.insert(prefilled, {slot: (row, length) for slot, row in enumerate(source.tolist()) if row >= 0})
+
+    def insert(self, entries: KVCache, rows: Mapping[int, tuple[int, int]]) -> None:
+        """Copies entries of another cache, whose window is not longer, into slots: of which row, and how many."""
+        moves = Moves.of(rows, self._config.max_slots, entries.window)
+        self._cache = jax.tree.map(lambda *arrays: self._programs.insert(*arrays, moves), self._cache, entries)
 
     @property
     def whole(self) -> int | None:
@@ -391,17 +390,9 @@ class ModelRunner:
     def score(
         self, weights: ServedWeights, cache: KVCache, tokens: np.ndarray, start: int, temperature: float
     ) -> tuple[KVCache, tuple[np.ndarray, ...]]:
-        """Scores the next tokens of a text and waits for them.
+        """`penstock.inference.decoding.score` of up to `scored_at_once` tokens, waited for; behind it is padding.
 
-        Args:
-            weights: Those that score; served, or served before.
-            cache: From `scratch`, then from here; donated.
-            tokens: int32: the last one that has been scored, and up to `scored_at_once` more.
-            start: Position of the first of them.
-            temperature: Divides the logits; 0 leaves them.
-
-        Returns:
-            The cache, and `TextScores` of ``tokens[1:]`` with padding behind.
+        The cache, which is donated, is from `scratch`, then from here.
         """
         self.need_rare(_SCORE.format(cache.window))
         padded = np.pad(tokens, (0, self.scored_at_once + 1 - len(tokens)))
@@ -423,9 +414,10 @@ class ModelRunner:
         shapes = (name for window in dict.fromkeys(windows) for name, _, _ in self._decode_shapes(window))
         self.need_rare(*map(_BESIDE.format, shapes))
 
-    def need_scores(self, window: int) -> None:
-        """Has the program compiled that scores a text over a cache of that window. For any thread."""
-        self.need_rare(_SCORE.format(window))
+    def need_scores(self, window: int, kept: bool) -> None:
+        """Has compiled what scores a text over a cache of that window, and what keeps that cache. For any thread."""
+        wider = (each for each in self._windows if kept and each >= window)
+        self.need_rare(_SCORE.format(window), *(_INSERT.format(1, window, each) for each in wider))
 
     def need_rare(self, *names: str) -> None:
         """Returns when these are compiled."""
@@ -447,9 +439,15 @@ class ModelRunner:
             cache = self._cache_shape(1, window)
             return run.score.lower(self._weights, cache, text, start, temperature, alternatives=self._told).compile()
 
+        def keeps(text: int, window: int) -> object:
+            cache, scored = self._cache_shape(config.max_slots, window).keys[0], self._cache_shape(1, text).keys[0]
+            return run.insert.lower(cache, scored, Moves.of({}, config.max_slots, text)).compile()
+
         found: dict[str, Callable[[], object]] = {}
-        for window in self._windows:
+        for number, window in enumerate(self._windows):
             found[_SCORE.format(window)] = functools.partial(scores, window)
+            for each in self._windows[number:]:
+                found[_INSERT.format(1, window, each)] = functools.partial(keeps, window, each)
             for name, count, kernel in self._decode_shapes(window):
                 found[_BESIDE.format(name)] = functools.partial(beside, window, count, kernel)
         return found
@@ -537,7 +535,7 @@ class ModelRunner:
     def _lowered(self, idle_rows: HostRows) -> Programs:
         """Every program in every shape, by what it is for."""
         run: Any = self._programs  # what is jitted can be lowered
-        weights, config = self._weights, self._config
+        weights, config = jax.eval_shape(lambda: self._weights), self._config  # shapes: what waits keeps none alive
         rows, found = to_device(idle_rows), dict[str, Any]()
         caches = {window: self._cache_shape(config.max_slots, window) for window in self._windows}
         for window, cache in caches.items():

@@ -14,13 +14,14 @@ what a slot holds is forgotten with the weights that made it.
 import time
 from bisect import insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from penstock.inference.config import EngineConfig
-from penstock.inference.decoding import ServedWeights
+from penstock.inference.decoding import KVCache, ServedWeights
 from penstock.inference.dispatch import HostRows, HostSamples, PrefixIndex
 from penstock.inference.meter import ThroughputMeter
 from penstock.inference.model_runner import ModelRunner
@@ -354,9 +355,9 @@ class RunningBatch:
         """Of what lies there. For any thread."""
         return self._runner.digests(weights)
 
-    def prepare(self, decoder: Decoder) -> ServedWeights:
-        """Weights as the programs take them; what runs goes on meanwhile. For any thread."""
-        return self._runner.prepare(decoder)
+    def prepare(self, arrays: Mapping[str, Any], held: ServedWeights | None) -> ServedWeights:
+        """`ModelRunner.prepare`; what runs goes on meanwhile. For any thread."""
+        return self._runner.prepare(arrays, held)
 
     @property
     def weights(self) -> ServedWeights:
@@ -515,9 +516,9 @@ class RunningBatch:
         begun = self._bucket(prompt_tokens + self._config.steps_per_dispatch)
         self._runner.need_alternatives((begun, max(begun, self._runner.window)))
 
-    def need_scores(self, tokens: int) -> None:
-        """Has the program compiled that scores a text of that length. For any thread."""
-        self._runner.need_scores(self._bucket(tokens))
+    def need_scores(self, tokens: int, kept: bool) -> None:
+        """Has the programs compiled that score a text of that length, and keep it. For any thread."""
+        self._runner.need_scores(self._bucket(tokens), kept)
 
     def score(self, scoring: Scoring, version: WeightVersion) -> bool:
         """Scores a chunk of a text; all of it by the weights that began it, of that version then.
@@ -537,8 +538,23 @@ class RunningBatch:
             self._meter.add(scored_tokens=len(piece) - 1)
         if scoring.left:
             return False
+        if scoring.kept and weights is runner.weights:
+            self._keep(tokens[:-1], cache, began)
         scoring.finish(began)
         return True
+
+    def _keep(self, text: np.ndarray, cache: KVCache, version: WeightVersion) -> None:
+        """A free slot takes what was cached of a text, as if a response had left it there."""
+        if not (len(text) and self._slots.free):
+            return
+        if version != self._version:
+            self._prefixes.clear()
+            self._version = version
+        slot = self._prefixes.oldest(self._slots.unoccupied)
+        if cache.window > self._runner.window:
+            self._runner.resize(cache.window)
+        self._runner.insert(cache, {slot: (0, len(text))})
+        self._prefixes.begin(slot, text)
 
     def drop_cancelled(self) -> int:
         """Frees the slots of responses that nobody waits for; returns how many."""

@@ -342,6 +342,7 @@ class Scoring:
         tokens: int32 [p].
         temperature: Divides the logits; 0 leaves them.
         alternatives: How many of the most probable tokens are told at each position.
+        kept: Whether a free slot takes the cache that it leaves.
         future: Resolved with the scores.
         begun: The weights that score all of it, their version, and the cache of what has been scored; None before.
         parts: Scores so far, one after the other: log-probabilities, ranks, and [k, length] each the most probable
@@ -352,6 +353,7 @@ class Scoring:
     tokens: np.ndarray
     temperature: float
     alternatives: int
+    kept: bool = False
     future: Future[PromptScores] = field(default_factory=Future)
     begun: tuple[Any, WeightVersion, Any] | None = None
     parts: list[tuple[np.ndarray, ...]] = field(default_factory=list[tuple[np.ndarray, ...]])

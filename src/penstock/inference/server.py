@@ -168,7 +168,7 @@ class Answering(Protocol):
         ...
 
     def score(
-        self, texts: Sequence[np.ndarray], temperature: float = 1.0, alternatives: int = 0
+        self, texts: Sequence[np.ndarray], temperature: float = 1.0, alternatives: int = 0, kept: bool = False
     ) -> "list[Future[PromptScores]]":
         """A future for each, with what the weights make of it."""
         ...
@@ -225,7 +225,7 @@ class Api:
             self._tokenizer, model, False, decoding.stop_strings, body.logprobs,
             body.return_token_ids, body.return_tokens_as_token_ids,
         )  # fmt: skip
-        told = await self._scored(request, requests, body.scored, body.prompt_logprobs)
+        told = await self._scored(request, requests, body.scored, body.prompt_logprobs, kept=not body.only_scores)
         if body.echo:
             texts = await self.work(lambda: [self._text(prompt) for prompt in body.prompts])
             told = [replace(each, echo=text) for each, text in zip(told, texts, strict=True)]
@@ -245,18 +245,26 @@ class Api:
             body.return_token_ids, body.return_tokens_as_token_ids, body.most_calls,
         )  # fmt: skip
         asked = [GenerationRequest(prompt, decoding, folded_seeds(body.seed, 1)[0], body.n, alternatives=beside or 0)]
-        told = await self._scored(request, asked, body.prompt_logprobs, body.prompt_logprobs)
+        told = await self._scored(request, asked, body.prompt_logprobs, body.prompt_logprobs, kept=True)
         return await self._answered(request, asked, form, told, body)
 
     async def _scored(
-        self, request: Request, requests: list[GenerationRequest], alternatives: int | None, told: int | None
+        self,
+        request: Request,
+        requests: list[GenerationRequest],
+        alternatives: int | None,
+        told: int | None,
+        kept: bool,
     ) -> list[PromptForm]:
-        """What the weights make of the prompts, by the temperature of what is sampled; None: nobody asks for it."""
+        """What the weights make of the prompts, by the temperature of what is sampled; None: nobody asks for it.
+
+        What is sampled next goes on from what was cached then: the prompts are computed once.
+        """
         if alternatives is None:
             return [PromptForm()] * len(requests)
         prompts, temperature = [each.prompt for each in requests], requests[0].decoding.temperature
         with _engines_errors():
-            futures = await run_in_threadpool(self._engine.score, prompts, temperature, alternatives)
+            futures = await run_in_threadpool(self._engine.score, prompts, temperature, alternatives, kept)
         scores = await _wait(request, futures, self._engine.config.request_timeout_s)
         return [PromptForm(None, each, told) for each in scores]
 

@@ -143,8 +143,7 @@ class Learner:
 
     def compile(self) -> None:
         """Compiles the update ahead of the first batch; optional, and safe while an engine is running."""
-        for _ in compile_programs(self.programs()):
-            pass
+        list(compile_programs(self.programs()))
 
     def programs(self) -> Programs:
         """Those of `score` and of an update."""
@@ -580,8 +579,7 @@ def _compiling(lowered: Mapping[str, Callable[[], Any]]) -> Programs:
 
 
 def _proximal_source(config: LearnerConfig) -> compiled.ProximalSource:
-    computed = "stored" if config.recomputes_proximal else "current"
-    return "behaviour" if config.proximal == "behaviour" else computed
+    return "behaviour" if config.proximal == "behaviour" else "stored" if config.recomputes_proximal else "current"
 
 
 def _forward_options(config: LearnerConfig, decoder: Decoder) -> compiled.ForwardOptions:

@@ -37,12 +37,6 @@ def shapes_of(network: Network) -> Network:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), network)
 
 
-def structure_of(network: Any) -> tuple[object, ...]:
-    """Structure, shapes and dtypes: what compiled programs depend on."""
-    leaves, structure = jax.tree.flatten(network)
-    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-
-
 def are_shapes(network: Any) -> bool:
     """Whether its arrays, or some of them, are shapes only."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(network))
@@ -60,17 +54,34 @@ def with_named_leaves(network: Network, arrays: Mapping[str, Array | np.ndarray]
         WeightsError: naming the arrays that are missing, extra, or of another shape or dtype.
     """
     current = named_leaves(network)
-    problems = [f"{name} is missing" for name in current if name not in arrays]
-    problems += [f"{name} is unknown" for name in arrays if name not in current]
-    problems += [
-        f"{name} is {_signature(arrays[name])}, not {_signature(array)}"
-        for name, array in current.items()
-        if name in arrays and _signature(arrays[name]) != _signature(array)
-    ]
+    check_fits(current, arrays, what)
+    return jax.tree.unflatten(jax.tree.structure(network), [jnp.asarray(arrays[name]) for name in current])
+
+
+def check_fits(
+    shapes: Mapping[str, Any], arrays: Mapping[str, Array | np.ndarray], what: str, partly: bool = False
+) -> None:
+    """Refuses arrays that cannot stand in the place of a network's.
+
+    Args:
+        shapes: The network's arrays by name, or what `shapes_of` has in their place.
+        arrays: The others.
+        what: The network in words, for the error.
+        partly: Some of them will do, those in host memory in any dtype.
+
+    Raises:
+        WeightsError: naming the arrays that are missing, extra, or of another shape or dtype.
+    """
+    problems = [] if partly else [f"{name} is missing" for name in shapes if name not in arrays]
+    problems += [f"{name} is unknown" for name in arrays if name not in shapes]
+    for name, array in arrays.items():
+        cast = partly and not isinstance(array, jax.Array)
+        own = shapes.get(name, array)
+        if array.shape != own.shape or not (cast or array.dtype == own.dtype):
+            problems.append(f"{name} is {_signature(array)}, not {_signature(own)}")
     if problems:
         more = f" and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
         raise WeightsError(f"weights do not fit {what}: {'; '.join(problems[:_MOST_NAMED])}{more}")
-    return jax.tree.unflatten(jax.tree.structure(network), [jnp.asarray(arrays[name]) for name in current])
 
 
 def _signature(array: Array | np.ndarray | jax.ShapeDtypeStruct) -> str:

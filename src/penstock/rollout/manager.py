@@ -136,8 +136,7 @@ class RolloutManager:
         # Imported here: rollout workers have no engine, and load no JAX.
         from penstock.inference import EngineContext, InferenceEngine
         from penstock.inference.serving import model_directory
-        from penstock.model.arrays import shapes_of
-        from penstock.model.language import PolicyConfig, load_policy, with_named_arrays
+        from penstock.model.language import PolicyConfig, load_policy
         from penstock.text import Tokenizer
 
         foreign = sorted(environments.keys() - curriculum.lessons.keys())
@@ -150,9 +149,8 @@ class RolloutManager:
             decoder = load_policy(source, seed, codec)
         else:
             decoder = initial_model
-        engine = InferenceEngine(decoder, WeightVersion(0, weight_step), codec, inference)
-        engine.forgets = True
-        shape = shapes_of(decoder)
+        alike = inference.model_copy(update={"forgets": True})
+        engine = InferenceEngine(decoder, WeightVersion(0, weight_step), codec, alike)
         manager = cls(
             Curriculum(curriculum),
             EngineContext(engine, codec, ordered=True),
@@ -161,7 +159,7 @@ class RolloutManager:
                 lesson: load_environment(one) if isinstance(one, EnvironmentSpec) else one
                 for lesson, one in environments.items()
             },
-            set_weights=lambda version, arrays: engine.set_weights(version, with_named_arrays(shape, arrays)),
+            set_weights=engine.set_weights,
             stop_engine=partial(engine.stop, stop_timeout_s),
             agents=AgentEndpoint.of(inference, codec),
         )

@@ -9,7 +9,15 @@ from penstock.overseer.estimate import estimate_memory
 from penstock.overseer.fitting import search
 from penstock.overseer.fitting.chips import Chip
 from penstock.overseer.fitting.report import FitReport, Phase
-from penstock.overseer.fitting.search import candidates, fit, halves, shape_named, smallest_change, with_adapter
+from penstock.overseer.fitting.search import (
+    candidates,
+    fit,
+    halves,
+    shape_named,
+    shorter_rows,
+    smallest_change,
+    with_adapter,
+)
 from penstock.types import ConfigError
 
 
@@ -23,23 +31,36 @@ def config():
     )  # fmt: skip
 
 
-def test_changes_come_by_number_of_keys_then_by_what_they_cost(config):
+def test_changes_come_by_what_they_cost_a_run(config):
     changes = [change for change, _ in candidates(config, on_cpu=False, adaptable=True)]
-    assert changes[:8] == [
+    assert changes[:4] == [
         {"learner.remat": "layer"},
-        {"learner.remat": "offload"},
-        {"learner.optimizer.offload": True},
         {"learner.micro_batch_rows": 2},
-        {"learner.micro_batch_rows": 1},
-        {"inference.max_slots": 2},
-        {"inference.max_slots": 1},
-        {"model.lora.rank": 16},
+        {"learner.optimizer.offload": True},
+        {"learner.remat": "offload"},
     ]
     assert len(changes) == 3 * 2 * 3 * 3 * 2 - 1
+    alone = {"model.lora.rank": 16}
+    before = changes[: changes.index(alone)]
+    kept = {"learner.remat": "offload", "learner.optimizer.offload": True}
+    for gentler in (kept, kept | {"inference.max_slots": 2}, {"inference.max_slots": 1}):
+        assert gentler in before  # what changes nothing that is learned
+    assert before.index({"inference.max_slots": 2, "learner.remat": "layer"}) < before.index({"inference.max_slots": 1})
+    assert not any(alone.items() <= change.items() for change in before)
     here = [change for change, _ in candidates(config, on_cpu=True, adaptable=False)]
     assert not any({"learner.optimizer.offload", "model.lora.rank"} & change.keys() for change in here)
     assert len(here) == 2 * 3 * 3 - 1
     assert halves(8) == [4, 2, 1] and halves(1) == []
+
+
+def test_rows_are_shortened_first_where_sequences_stay_as_long(config):
+    packed = penstock.load_config(config, {"inference.max_seq_len": 1024})
+    changes = [change for change, _ in candidates(packed, on_cpu=True, adaptable=False)]
+    assert changes.index({"learner.row_length": 2048}) < changes.index({"inference.max_slots": 2})
+    shorter = [change for change, _ in shorter_rows(packed)]
+    assert shorter[0] == {"learner.row_length": 512, "inference.max_seq_len": 512}
+    answers = max(each.sampling_params.max_output_tokens for each in packed.curriculum.lessons.values())
+    assert shorter[-1]["inference.max_seq_len"] / 2 <= answers < shorter[-1]["inference.max_seq_len"]
 
 
 class Compiler:
@@ -105,6 +126,21 @@ def test_another_s_engine_is_not_counted_in_silence(config):
     }
     with pytest.raises(ConfigError, match="inference.engine is openai: its servers have memory of their own"):
         fit(penstock.load_config(config, changes), "cpu")
+
+
+def test_shorter_rows_are_the_last_change_and_gentle_ones_go_with_them(config, as_estimated):
+    fit_run, tried = as_estimated
+    least = {
+        "learner.remat": "offload", "learner.optimizer.offload": True, "learner.micro_batch_rows": 1,
+        "inference.max_slots": 1,
+    }  # fmt: skip
+    model, smallest = shape_named("0.5b", config), penstock.load_config(config, least)
+    compiler = Compiler(fit_run(smallest, model, Compiler(0)).total_bytes - 1)  # nothing is enough at this length
+    report = fit_run(config, model, compiler)
+    tried.clear()
+    found = smallest_change(config, model, compiler, report)
+    assert {"learner.row_length=2048", "inference.max_seq_len=2048"} < set(found.changes)
+    assert found.total_bytes <= compiler.chip.memory_bytes and "inference.max_slots=1" not in found.changes
 
 
 def test_where_nothing_helps_that_is_said(config, as_estimated):

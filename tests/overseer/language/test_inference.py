@@ -4,7 +4,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from penstock.inference import RemoteContext
 from penstock.model.arrays import named_leaves
-from penstock.model.language import Decoder, named_arrays
+from penstock.model.language.decoder import stack_names
 from penstock.overseer import load_config
 from penstock.overseer.component import Settings
 from penstock.overseer.language.inference import InferenceRole
@@ -99,8 +99,8 @@ class Engine:
     def stats(self) -> dict[str, float]:
         return {"inference/running": self.running(), "inference/waiting": 0.0, "inference/tokens_total": 0.0}
 
-    def set_weights(self, version: WeightVersion, decoder: Decoder) -> None:
-        self.next, self.version = float(named_arrays(decoder)["final_norm"][0]), version
+    def set_weights(self, version: WeightVersion, weights: Mapping[str, Any]) -> None:
+        self.next, self.version = float(weights["final_norm"][0]), version
 
     def wait_until_served(self, version: WeightVersion, timeout_s: float) -> None:
         self.swapping.set()
@@ -144,7 +144,9 @@ def api():
 
 def make_role(tmp_path, ctx, overrides=()):
     config = load_config("cats", [*SMALL, "overseer.heartbeat_s=0.1", *overrides])
-    return InferenceRole(ctx, Settings(config, RunDirectory(tmp_path), TOKEN))
+    role: Any = InferenceRole(ctx, Settings(config, RunDirectory(tmp_path), TOKEN))
+    role.shapes = role._engine._shapes
+    return role
 
 
 @pytest.fixture
@@ -163,7 +165,7 @@ def broadcast(tmp_path):
     def broadcast(role, value, frozen=(), step=0):
         broadcaster = open_broadcaster(role.config.weights, "job", TOKEN, str(tmp_path))
         opened.append(broadcaster)
-        shapes = {name: shape for name, shape in named_leaves(role._shape).items() if name not in frozen}
+        shapes = {name: shape for name, shape in role.shapes.items() if name not in frozen}
         arrays = {name: np.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
         arrays["final_norm"][:] = value
         broadcaster.publish(WeightVersion(0, step), arrays)
@@ -200,7 +202,10 @@ def test_the_same_version_of_another_broadcaster_is_told_only_once_it_is_served(
 @pytest.mark.parametrize("frozen", [pytest.param((), marks=pytest.mark.slow), ("embedding",)])
 def test_the_first_weights_are_let_go_after_the_first_swap_but_for_those_that_never_travel(tmp_path, broadcast, frozen):
     role = make_role(tmp_path, Around())
-    first = {name: weakref.ref(array) for name, array in role._own.items()}
+    weights = role._engine._batch.weights
+    named = named_leaves(weights.ends) | stack_names(named_leaves(weights.layers[0]))
+    first = {name: weakref.ref(array) for name, array in named.items()}
+    del weights, named
     try:
         incarnation = broadcast(role, 1.0, frozen)
         role.start()

@@ -254,11 +254,12 @@ OPTIONAL = (
 
 def _unstacked(stacked: Tree, depth: int) -> tuple[Tree, ...]:
     """The layers one by one, by one small program: XLA would compile a copy of it for each in one program for all."""
-    return tuple(_layer_of(stacked, np.int32(index)) for index in range(depth))
+    return tuple(layer_of(stacked, np.int32(index)) for index in range(depth))
 
 
 @jax.jit
-def _layer_of(stacked: Tree, index: Int[Array, ""]) -> Tree:
+def layer_of(stacked: Tree, index: Int[Array, ""]) -> Tree:
+    """One layer of stacked arrays."""
     return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False), stacked)
 
 
@@ -354,7 +355,7 @@ class Decoder(eqx.Module):
 
     def lower_apart(self) -> Any:
         """The program that `layers_apart` runs for each layer, lowered; of shapes, too."""
-        return _layer_of.lower(self.adapter if isinstance(self.layers, tuple) else self.layers, np.int32(0))
+        return layer_of.lower(self.adapter if isinstance(self.layers, tuple) else self.layers, np.int32(0))
 
     def lower_digests(self) -> dict[str, Callable[[], Any]]:
         """What lowers each program of `decoder_digests`, by what that reads; of shapes, too."""

@@ -325,8 +325,8 @@ class Remedy:
     def __str__(self) -> str:
         if not self.changes:
             return (
-                "No change of rows, remat, offloading, slots or adapter was found that makes it fit: shorten rows, or "
-                "take a larger chip."
+                "No change of rows, remat, offloading, slots or adapter was found that makes it fit, with rows as long "
+                "as they are or shorter: take a larger chip, or a smaller model."
             )
         return f"It fits with {' '.join(self.changes)}: {bytes_text(self.total_bytes)}"
 

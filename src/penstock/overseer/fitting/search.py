@@ -1,9 +1,11 @@
 """One call of `penstock fit`: a run, or a table of models and row lengths, compiled for a chip; what makes it fit.
 
-*The smallest change* has the fewest keys; of those the ones that cost least (recomputing activations, or keeping them
-in the host's memory; the optimiser's state there; fewer rows at once; fewer slots; an adapter in the place of the
-model, in this order); of those the values nearest to the run's. The formulas of `penstock.overseer.estimate` say which
-candidates to try, and the compiler has the last word.
+*The smallest change* costs a run least, by prices of single changes that add up. One point: half the rows at once, rows
+of half the tokens where sequences are no longer, or activations kept one stage less (recomputed, or in the host's
+memory). Two: the optimiser's state in the host's memory. Three: half the slots, with which decoding takes nearly twice
+as long. Eight: an adapter in the place of the model, which alone changes what is learned. Where none of these is
+enough, rows and sequences of half the tokens are tried with them, and of half of that, as long as they hold the longest
+answers. The formulas of `penstock.overseer.estimate` say which candidates to try, and the compiler has the last word.
 """
 
 import json
@@ -133,7 +135,7 @@ ADAPTER_KEY, ADAPTER_RANK = "model.lora.rank", 16
 
 
 def candidates(config: RunConfig, on_cpu: bool, adaptable: bool) -> Iterator[tuple[Change, RunConfig]]:
-    """All changes that might make a run fit, the smallest first, and the run with each, its adapter left out.
+    """All changes that keep the length of sequences, the smallest first, and the run with each, its adapter left out.
 
     Args:
         config: Of the run that is to be changed.
@@ -143,24 +145,21 @@ def candidates(config: RunConfig, on_cpu: bool, adaptable: bool) -> Iterator[tup
     learner, engine = config.learner, config.inference
     less = _KEPT[_KEPT.index(learner.remat) + 1 :]
     offloads = not on_cpu and learner.optimizer.name == "adamw" and not learner.optimizer.offload
-    keys: list[tuple[str, list[Any]]] = [
-        ("learner.remat", [kept for kept in less if not (on_cpu and kept == "offload")]),
-        ("learner.optimizer.offload", [True] if offloads else []),
-        ("learner.micro_batch_rows", halves(learner.micro_batch_rows)),
-        ("inference.max_slots", halves(engine.max_slots)),
-        (ADAPTER_KEY, [ADAPTER_RANK] if adaptable else []),
+    keys: list[tuple[str, int, list[Any]]] = [
+        ("learner.micro_batch_rows", 1, halves(learner.micro_batch_rows)),
+        ("learner.row_length", 1, [n for n in halves(learner.row_length) if n >= engine.max_seq_len]),
+        ("learner.remat", 1, [kept for kept in less if not (on_cpu and kept == "offload")]),
+        ("learner.optimizer.offload", 2, [True] if offloads else []),
+        ("inference.max_slots", 3, halves(engine.max_slots)),
+        (ADAPTER_KEY, 8, [ADAPTER_RANK] if adaptable else []),
     ]
-    choices = [
-        [(0, 0, None), *((rank, by, value) for by, value in enumerate(values, 1))]
-        for rank, (_, values) in enumerate(keys, 1)
-    ]
+    choices = [[(0, None), *((price * by, value) for by, value in enumerate(values, 1))] for _, price, values in keys]
 
-    def size(chosen: tuple[tuple[int, int, Any], ...]) -> tuple[int, int, int]:
-        changed = [choice for choice in chosen if choice[1]]
-        return len(changed), sum(rank for rank, _, _ in changed), sum(by for _, by, _ in changed)
+    def cost(chosen: tuple[tuple[int, Any], ...]) -> tuple[int, int]:
+        return sum(price for price, _ in chosen), sum(price > 0 for price, _ in chosen)
 
-    for chosen in sorted(product(*choices), key=size)[1:]:
-        change = {key: value for (key, _), (_, by, value) in zip(keys, chosen, strict=True) if by}
+    for chosen in sorted(product(*choices), key=cost)[1:]:
+        change = {key: value for (key, *_), (price, value) in zip(keys, chosen, strict=True) if price}
         try:
             yield change, load_config(config, {k: v for k, v in change.items() if k != ADAPTER_KEY})  # type: ignore[misc]
         except ConfigError:  # a rule between keys forbids this one
@@ -170,6 +169,18 @@ def candidates(config: RunConfig, on_cpu: bool, adaptable: bool) -> Iterator[tup
 def halves(count: int) -> list[int]:
     """8 -> 4, 2, 1."""
     return [count >> by for by in range(1, count.bit_length())]
+
+
+def shorter_rows(config: RunConfig) -> Iterator[tuple[Change, RunConfig]]:
+    """Rows and sequences of half the tokens, of half of that, …, while they hold a prompt and the longest answer."""
+    for length in halves(config.learner.row_length):
+        change = {"learner.row_length": length, "inference.max_seq_len": length}
+        if length >= config.inference.max_seq_len:
+            continue  # one of the candidates
+        try:
+            yield change, load_config(config, change)  # type: ignore[misc]
+        except ConfigError:  # too short for what is asked of the run
+            return
 
 
 _CLOSE = 1.15
@@ -195,8 +206,15 @@ def smallest_change(
     def estimated(run: RunConfig, model: ModelConfig) -> int:
         return estimate_memory(model, run.inference, run.learner, on_cpu).total_bytes
 
+    def changed_runs() -> Iterator[tuple[Change, RunConfig]]:
+        apart = adaptable and model.lora is None
+        yield from candidates(config, on_cpu, apart)
+        for fewer, shorter in shorter_rows(config):
+            yield fewer, shorter
+            yield from ((fewer | change, run) for change, run in candidates(shorter, on_cpu, apart))
+
     ratio = report.total_bytes / estimated(config, model)
-    for change, run in candidates(config, on_cpu, adaptable and model.lora is None):
+    for change, run in changed_runs():
         changed = with_adapter(model, change[ADAPTER_KEY]) if ADAPTER_KEY in change else model
         if estimated(run, changed) * ratio > _CLOSE * capacity:
             continue

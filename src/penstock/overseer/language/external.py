@@ -136,6 +136,7 @@ class ExternalEngine:
         self._url = config.urls[identity.index] if config.urls else ""
         self._proof = ChecksumProof()
         self._adapters: list[WeightVersion] = []
+        self._base_answer: list[tuple[int, float]] = []  # of the server's base, which no version changes
         self._relaunches = False
         self._tried = False
         self._wanted: _Weights | None = None
@@ -344,7 +345,7 @@ class ExternalEngine:
         except BaseException:
             control.close()
             raise
-        self._control = control
+        self._control, self._base_answer = control, []
         if self._config.weights == "lora":
             self._adapters = control.forget_adapters()
         return control
@@ -371,10 +372,8 @@ class ExternalEngine:
         control.load_adapter(weights.version, weights.directory)
         self._adapters.append(weights.version)
         if weights.moved:
-            base, adapted = (
-                self._noted(control, named) for named in (self._config.model, f"policy-{label_of(weights.version)}")
-            )
-            if base == adapted:
+            self._base_answer = self._base_answer or self._noted(control, self._config.model, 1)
+            if self._base_answer == self._noted(control, f"policy-{label_of(weights.version)}", 1):
                 raise MismatchError(
                     f"{self._url} loaded the adapter of version {weights.version.step}, and answers as its base does: "
                     "the adapter is not applied"
@@ -401,7 +400,7 @@ class ExternalEngine:
         control.load(directory)
         control.resume()
         shutil.rmtree(directory, ignore_errors=True)
-        logprobs = [logprob for _, logprob in self._noted(control, self._config.model)]
+        logprobs = [logprob for _, logprob in self._noted(control, self._config.model, 4)]
         off = max(abs(logprob + np.log(config.vocab_size)) for logprob in logprobs)
         self._tried = True
         if off < EVEN:
@@ -464,10 +463,10 @@ class ExternalEngine:
                 raise WeightsError(f"{self._url}: {error}") from error
         return answers
 
-    def _noted(self, control: VllmControl, model: str) -> list[tuple[int, float]]:
+    def _noted(self, control: VllmControl, model: str, answers: int) -> list[tuple[int, float]]:
         """Tokens and log-probabilities of a few answers, under whatever label; the same for the same weights."""
         found: list[tuple[int, float]] = []
-        for seed in range(4):
+        for seed in range(answers):
             sampling = {"n": 1, "max_tokens": 8, "temperature": 1.0, "seed": seed, "logprobs": 0}
             sampling |= {"ignore_eos": True, "stop_token_ids": [], "stop": [], "detokenize": False}
             prompt = [seed % self._shape.config.vocab_size, 0]

@@ -21,8 +21,7 @@ from typing_extensions import override
 
 from penstock.inference import AccessRules, HttpServer, InferenceEngine, create_app
 from penstock.inference.server_pool import MODEL_NAME
-from penstock.model.arrays import named_leaves, shapes_of
-from penstock.model.language import load_policy, named_arrays, with_named_arrays
+from penstock.model.language import load_policy
 from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
 from penstock.overseer.language.external import ExternalEngine
 from penstock.overseer.language.rollout import reachable, reproducible
@@ -38,7 +37,7 @@ from penstock.types import (
     WeightsError,
     WeightVersion,
 )
-from penstock.weights import WeightClient, merged_arrays, open_client
+from penstock.weights import WeightClient, open_client
 
 CALL_S = 10.0
 """Longest wait for the replay service's answer to a word about the version."""
@@ -310,11 +309,8 @@ class InferenceRole(ServingRole):
         config = settings.config
         tokenizer = settings.tokenizer()
         decoder = load_policy(config.model, config.seed, tokenizer)
-        self._shape = shapes_of(decoder)
-        self._own = named_arrays(decoder)  # after the first swap those alone that do not travel
-        self._engine = InferenceEngine(decoder, WeightVersion(-1, 0), tokenizer, config.inference, str(ctx.identity))
-        self._engine.forgets = reproducible(config)
-        served = config.inference
+        served = config.inference.model_copy(update={"forgets": config.inference.forgets or reproducible(config)})
+        self._engine = InferenceEngine(decoder, WeightVersion(-1, 0), tokenizer, served, str(ctx.identity))
         app = create_app(
             self._engine, tokenizer, MODEL_NAME, AccessRules(settings.token, max_waiting=served.max_waiting)
         )
@@ -335,14 +331,10 @@ class InferenceRole(ServingRole):
 
     @override
     def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
-        merged = merged_arrays(self._own, arrays)
-        self._engine.set_weights(version, with_named_arrays(self._shape, merged))
+        self._engine.set_weights(version, arrays)
         limit_s = self.config.weights.fetch_timeout_s
         self._engine.wait_until_served(version, limit_s)
-        served = self._engine.digests(limit_s)
-        shapes = named_leaves(self._shape)
-        self._own = {name: shapes[name] if name in arrays else own for name, own in self._own.items()}
-        return served
+        return self._engine.digests(limit_s)
 
     @override
     def _answers(

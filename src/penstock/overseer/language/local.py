@@ -16,8 +16,6 @@ from typing_extensions import override
 from penstock.curriculum import Curriculum, CurriculumEvent
 from penstock.environments import Environment
 from penstock.inference import AgentEndpoint, EngineContext, InferenceEngine, RemoteContext
-from penstock.model.arrays import shapes_of
-from penstock.model.language import with_named_arrays
 from penstock.overseer.assembly import (
     LocalBatches,
     config_error_for,
@@ -59,7 +57,7 @@ from penstock.types import (
     SupersededVersionError,
     WeightVersion,
 )
-from penstock.weights import InProcessBroadcaster
+from penstock.weights import InProcessBroadcaster, trained_arrays
 
 WORKER_ID = "rollout-worker-0"
 ENGINE_NAME = "inference-0#0"
@@ -146,12 +144,12 @@ class _Engine(NamedTuple):
 def _builtin(settings: Settings[RunConfig], start: RunStart) -> _Engine:
     """An engine in this process."""
     config, first = settings.config, WeightVersion(settings.lineage, step_of(settings.checkpoint))
-    engine = InferenceEngine(start.policy, first, start.codec, config.inference, ENGINE_NAME, start.begun)
-    engine.forgets = config.replay.synchronous
-    shape = shapes_of(start.policy)
+    served = config.inference.model_copy(update={"forgets": config.inference.forgets or config.replay.synchronous})
+    engine = InferenceEngine(start.policy, first, start.codec, served, ENGINE_NAME, start.begun)
+    still = (*config.learner.optimizer.frozen, *start.policy.config.still)
 
     def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
-        engine.set_weights(version, with_named_arrays(shape, arrays))
+        engine.set_weights(version, trained_arrays(arrays, still))
         # between two dispatches, and before the first there may be programs to compile
         return engine.digests(config.overseer.no_progress_s)
 
