@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from penstock.inference import EngineConfig, GenerationRequest, InferenceEngine
+from penstock.inference.decoding import KVCache
 from penstock.inference.dispatch import HostSamples
 from penstock.inference.model_runner import ModelRunner
 from penstock.inference.scheduler import SlotTable
@@ -180,7 +181,7 @@ def ratio_cases(
     def step(lengths: list[int], **first: float) -> Callable[[], Any]:
         return functools.partial(runner.decode, rows_of(table, lengths, **first))
 
-    chunk = np.zeros(RATIO_SHAPES.prefill_chunk, np.int32)
+    chunk, scored = np.zeros(RATIO_SHAPES.prefill_chunk, np.int32), [runner.scratch(1024)]
     return {
         "a step, all slots short": (128, step(short), None),
         "one live slot": (128, step([SHORT]), 0.4),
@@ -197,7 +198,14 @@ def ratio_cases(
         "a sibling of a short prompt": (1024, functools.partial(runner.fork, {1: (0, SHORT)}), 0.3),
         "a sibling of 1,000 tokens": (1024, functools.partial(runner.fork, {1: (0, LONG)}), 0.3),
         "what a prompt of 1,000 tokens stalls others": (1024, functools.partial(runner.extend, chunk, 0, 744), 3.0),
+        "what scoring of 1,000 tokens stalls others": (1024, functools.partial(score_chunk, runner, scored), 3.0),
     }
+
+
+def score_chunk(runner: ModelRunner, caches: list[KVCache]) -> None:
+    """The last tokens of a text of 1,000 that go at once, over its own cache."""
+    text = np.zeros(runner.scored_at_once + 1, np.int32)
+    caches[0], _ = runner.score(runner.weights, caches[0], text, LONG - len(text), 1.0)
 
 
 def all_top_p(table: SlotTable, lengths: list[int]) -> dict[str, np.ndarray]:

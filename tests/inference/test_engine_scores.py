@@ -28,7 +28,7 @@ def chunked(config):
 
 @pytest.fixture(scope="module")
 def engine(decoder, codec, chunked):
-    """One for all tests that leave it as it is; texts go in chunks of 16."""
+    """One for all tests that leave it as it is; texts go in chunks of 8."""
     engine = InferenceEngine(decoder, WeightVersion(0, 3), codec, chunked)
     engine.start()
     engine.wait_until_ready(WAIT_S)
@@ -156,7 +156,7 @@ def test_one_chunk_goes_between_two_dispatches(engine, monkeypatch):
     scored = engine.score([text_of_length(64)])
     result([*generated, *scored])
     chunks = [at for at, what in enumerate(done) if what != "decode"]
-    assert [done[at] for at in chunks] == [("score", start) for start in (0, 16, 32, 48)]
+    assert [done[at] for at in chunks] == [("score", start) for start in range(0, 64, 8)]
     during = [at for at in chunks if "decode" in done[at:]]
     assert all(done[at + 1] == "decode" for at in during)
 

@@ -217,7 +217,7 @@ class InferenceEngine:
     ) -> list[Future[PromptScores]]:
         """Enqueues given texts to be scored, none of them if one is invalid.
 
-        Each is scored by one version of the weights, in chunks of `EngineConfig.prefill_chunk` tokens between two
+        Each is scored by one version of the weights, in halves of `EngineConfig.prefill_chunk` tokens between two
         dispatches, one text after the other, and with a cache of its own: what is generated meanwhile does not change.
 
         Args:

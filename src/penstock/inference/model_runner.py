@@ -402,8 +402,8 @@ class ModelRunner:
 
     @property
     def scored_at_once(self) -> int:
-        """Tokens of a text that are scored between two dispatches."""
-        return min(self._config.prefill_chunk, self._config.max_seq_len)
+        """Tokens of a text that are scored between two dispatches; each costs its scores beside what prefill costs."""
+        return min(max(1, self._config.prefill_chunk // 2), self._config.max_seq_len)
 
     def scratch(self, window: int) -> KVCache:
         """An empty cache of one slot."""
