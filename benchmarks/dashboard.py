@@ -236,12 +236,15 @@ class Page(threading.Thread):
             self.failure = repr(error)
 
     def _listen(self) -> None:
-        last = -REDRAW_S
+        last, drawn = -REDRAW_S, None
         with httpx.stream("GET", f"{self._watched.url}/api/{self._address}/stream", timeout=60) as stream:
             for line in stream.iter_lines():
                 if self._closing.is_set():
                     return
-                if line.startswith("data:") and time.monotonic() - last >= REDRAW_S:
+                if not line.startswith("data:") or time.monotonic() - last < REDRAW_S:
+                    continue
+                news = json.loads(line.removeprefix("data:"))
+                if drawn != (drawn := (news["version"], news["state"])):
                     last = time.monotonic()
                     self._draw()
 

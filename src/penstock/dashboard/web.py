@@ -333,7 +333,7 @@ class _Handlers:
 
 
 class KeptPages:
-    """Answers that take long and follow from what was read: they are kept until there is news of the run.
+    """Answers that take long and follow from what was read: they are kept until more is read, or the run ends.
 
     Of a run that goes on an answer is kept `REST` times as long as it took, whatever the news: asked for by every page
     that is drawn anew, it would take a part of what the run computes with. Thread-safe.
@@ -346,7 +346,7 @@ class KeptPages:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._kept: OrderedDict[tuple[Any, ...], tuple[dict[str, Any], float, Any]] = OrderedDict()
+        self._kept: OrderedDict[tuple[Any, ...], tuple[tuple[Any, ...], float, dict[str, Any]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def answer(self, run: ObservedRun, name: str, words: Mapping[str, str]) -> dict[str, Any]:
@@ -357,15 +357,16 @@ class KeptPages:
         """
         if name not in self.PAGES:
             return safe(RUN_PAGES[name](run, words))
-        key, news, now = (run.directory.path, name, *sorted(words.items())), _news_of(run), self._clock()
+        key, progress, now = (run.directory.path, name, *sorted(words.items())), run.progress, self._clock()
+        news = run.version, run.status().state
         with self._lock:
-            known, until, answer = self._kept.get(key, ({}, 0.0, {}))
-        if known == news or (known and news["state"] == "running" and now < until):
+            known, until, answer = self._kept.get(key, ((), 0.0, {}))
+        if known == news or (known and news[1] == "running" and now < until):
             return answer
         begun = time.thread_time()
         answer = safe(RUN_PAGES[name](run, words))
         spent = time.thread_time() - begun
-        if not news["progress"]:  # else it is of a run that is half read
+        if not progress:  # else it is of a run that is half read
             with self._lock:
                 self._kept[key] = news, now + min(REST * spent, LONGEST_REST_S), answer
                 self._kept.move_to_end(key)

@@ -478,7 +478,7 @@ def _forward(how: _Tiles, hidden: Array, matrix: Array, inputs: HeadInputs) -> t
 def _backward(how: _Tiles, saved: _Saved, cotangent: HeadOutputs) -> tuple[Array, Array, None]:
     tile = how.size
     hidden, matrix, inputs, log_totals, entropies, softmax = saved
-    tokens, turned = jnp.arange(matrix.shape[0], dtype=jnp.int32), _is_turned(how, matrix)
+    tokens = jnp.arange(matrix.shape[0], dtype=jnp.int32)
 
     def run(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         part = partial(_slice, index=index, tile=tile)
@@ -496,24 +496,12 @@ def _backward(how: _Tiles, saved: _Saved, cotangent: HeadOutputs) -> tuple[Array
             to_scores -= probabilities * (logprobs + part(entropies)[:, None]) * spread[:, None]
         gradient = to_scores.astype(hidden.dtype)
         to_hidden = product("nv,vh->nh", gradient, matrix)
-        to_matrix = product("nh,nv->hv", states, gradient) if turned else product("nv,nh->vh", gradient, states)
+        to_matrix = product("nv,nh->vh", gradient, states)
         return _place(carry[0], to_hidden.astype(hidden.dtype), index * tile), carry[1] + to_matrix
 
-    start = (jnp.zeros_like(hidden), jnp.zeros(matrix.shape[::-1] if turned else matrix.shape, jnp.float32))
+    start = (jnp.zeros_like(hidden), jnp.zeros(matrix.shape, jnp.float32))
     to_hidden, to_matrix = jax.lax.fori_loop(0, _tile_count(inputs.count, tile), run, start)
-    return to_hidden, (to_matrix.T if turned else to_matrix).astype(matrix.dtype), None
-
-
-_CONFLICTING_SCORES, _TURNED_ELEMENTS = 1024, 2**23
-
-
-def _is_turned(how: _Tiles, matrix: Array) -> bool:
-    """Whether the matrix's gradient is summed up transposed: on CPUs (where softmax is kept) for 4 KiB rows of scores.
-
-    Rows of scores that lie a multiple of 4 KiB apart meet in the same places of a CPU's caches, and the product that
-    reads them by columns takes 1.6 times as long. Turning a large matrix back costs more than that.
-    """
-    return how.keeps and matrix.shape[0] % _CONFLICTING_SCORES == 0 and matrix.size <= _TURNED_ELEMENTS
+    return to_hidden, to_matrix.astype(matrix.dtype), None
 
 
 def _tile_count(count: Array, tile: int) -> Array:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from penstock import cli
 from penstock.learner.influence import RolloutInfluence
+from penstock.overseer.config import RunConfig
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.rerun.replay import UpdateWalk
 from penstock.overseer.rerun.stored_run import StoredRun
@@ -119,6 +120,7 @@ def test_the_means_of_ratios_and_entropies_are_those_that_the_update_recorded(ru
     run_dir = runs / name
     report = explain_update(run_dir, signalled(run_dir))
     run = StoredRun(run_dir)
+    assert isinstance(run.config, RunConfig)
     update = run.updates(report.step - 1, report.step, report.step)[0]
     computed = [one for one in run.batch(update, run.config).examples if name == "kl" or one.advantage.any()]
     tokens = {one.rollout_id: one for one in report.tokens}

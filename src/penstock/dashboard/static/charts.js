@@ -111,7 +111,7 @@ function settings(lines, width, options, values, data) {
     },
     axes: [
       { ...axis, size: 26, gap: 4, values: (u, ticks) => ticks.map((tick) => num(tick)) },
-      { ...axis, size: 54, gap: 4, ...(log ? { filter: decades, grid: { ...axis.grid, filter: decades } } : {}), values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : log ? `1e${Math.round(Math.log10(tick))}`.replace("-", "−") : num(tick, 3))) },
+      { ...axis, size: 54, gap: 4, ...(log ? { filter: decades, grid: { ...axis.grid, filter: decades } } : {}), values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : log ? `1e${Math.round(Math.log10(tick))}`.replace("-", "−") : num(tick, told(ticks)))) },
     ],
     hooks: {
       draw: [(u) => marksOn(u, options.marks || [])],
@@ -173,6 +173,13 @@ function download(title, lines, options) {
   const rows = lines.flatMap((line) => line.x.map((x, index) =>
     [line.name, x, line.y[index], line.low?.[index], line.high?.[index]]));
   save(`${title.toLowerCase().replaceAll(/[^a-z0-9]+/g, "-")}.csv`, csv(["series", options.unit || "step", "value", "low", "high"], rows));
+}
+
+/** So many digits tell neighbouring ticks apart. */
+function told(ticks) {
+  const known = ticks.filter((tick) => tick !== null), largest = Math.max(...known.map(Math.abs));
+  const apart = Math.abs(known[1] - known[0]);
+  return apart > 0 ? Math.max(3, 1 + Math.floor(Math.log10(largest)) - Math.floor(Math.log10(apart) + 1e-9) + 1) : 3;
 }
 
 /** A small line without axes. */

@@ -68,7 +68,7 @@ export async function lessonsPage(main, run) {
   const success = page.lessons.flatMap((l) => l.metrics.filter((m) => /^(curriculum\/.*\/success|rollout\/.*\/success_rate|fleet\/.*\/reward_mean)$/.test(m)));
   const { words } = parse();
   const { curves } = shares.length + success.length ? await api(path(run, "curves"), { names: [...shares, ...success].join(","), points: 400, from: words.from, to: words.to }) : { curves: {} };
-  const lines = (names) => names.map((name) => ({ name: name.split("/").slice(1).join(" ").replace(/ probability$/, ""), x: curves[name].step, y: curves[name].mean }));
+  const lines = (names) => names.map((name) => ({ name: name.split("/").slice(1).join(" ").replace(/ probability$/, "").replaceAll("_", " "), x: curves[name].step, y: curves[name].mean }));
   const box = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Lessons and what they wait for" });
   main.replaceChildren(
     h("div", { class: "head" }, h("h1", {}, "Lessons"), h("p", { class: "sub" }, "Which lesson waits for which, how likely each is, and how its rollouts fared.")),

@@ -10,7 +10,7 @@ const CHARTS = [
   ["Pace", [/^inference\/tokens_per_s$/, /^throughput\/learner_tokens_per_s$/, /^fleet\/steps_per_s$/, /^throughput\/steps_per_s$/], { zero: true }],
   ["Staleness in updates", [/^replay\/staleness_(mean|max)$/, /^train\/step_staleness_(mean|max)$/], { zero: true }],
   ["Parity of engine and learner (KL)", [/^train\/parity_kl$/, /^train\/staleness_kl$/, /^train\/mismatch_kl$/], { log: true }],
-  ["Without signal", [/^train\/zero_variance_groups$/, /^rollout\/.*\/truncated_fraction$/, /^train\/skipped_sequences$/], { zero: true }],
+  ["Without signal (shares)", [/^train\/zero_variance_groups$/, /^rollout\/.*\/truncated_fraction$/], { zero: true }],
   ["Response length in tokens", [/^train\/response_tokens$/, /^eval\/.*\/response_tokens$/, /^fleet\/.*\/length_mean$/], { zero: true }],
   ["Entropy", [/^train\/entropy$/], {}],
   ["Loss", [/^train\/loss$/], {}],
@@ -139,11 +139,16 @@ function metricPicker(metrics, chosen) {
 
 function eventList(page) {
   const rows = page.events.toReversed();
-  const details = (event) => event.words ?? Object.entries(event).filter(([name]) => !["time", "event", "step"].includes(name))
-    .map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
+  const details = (event) => event.words ?? inWords(event, ["time", "event", "step"]);
   return h("section", { class: "card" }, h("header", {}, h("h2", {}, "What happened"), exportTable(`${page.name}-events`, ["time", "step", "event", "details"], rows.map((e) => [e.time, e.step, e.event, details(e)]))),
     rows.length ? h("div", { class: "tall" }, table([["when", (e) => moment(e.time), "n"], ["update", (e) => num(e.step ?? null), "n"], ["event", (e) => String(e.event).replaceAll("_", " ")], ["", details, "wide"]], rows, "Events"))
       : empty("No events yet."));
+}
+
+/** Of an event's fields those that say something, by name. */
+function inWords(fields, without = []) {
+  return Object.entries(fields).filter(([name, value]) => !without.includes(name) && !(typeof value === "object" && Object.keys(value ?? {}).length === 0))
+    .map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "number" ? num(value) : Array.isArray(value) ? value.map((each) => typeof each === "object" ? JSON.stringify(each) : each).join(", ") : typeof value === "object" ? `(${inWords(value)})` : value}`).join(", ");
 }
 
 export async function ledgerPage(main, run) {
