@@ -408,6 +408,9 @@ def test_is_b_better_than_a_in_words_from_two_ticks(visitor):
     page.get_by_role("main").get_by_role("link", name="Compare", exact=True).click()
     expect(page.locator(".verdicts")).to_contain_text("yes, good is better than weak")
     expect(page.get_by_role("img", name=re.compile("yes, good is better"))).to_be_visible()
+    expect(page.locator("h1")).to_have_text("Is good better than weak?")
+    expect(page.get_by_role("img", name=re.compile("yes, good is better"))).to_contain_text("weak better, −")
+    expect(page.get_by_role("columnheader", name="good − weak")).to_be_visible()
     page.locator("#by").select_option("tokens")
     expect(page.get_by_text("by tokens trained").first).to_be_visible()
 

@@ -75,13 +75,17 @@ def test_what_did_the_model_write_when_its_reward_jumped(ask):
     asked.reads()
 
 
-def test_is_b_better_than_a(ask):
+@pytest.mark.parametrize("ticked", [("A", "B"), ("B", "A")])
+def test_is_b_better_than_a(ask, ticked):
+    """The older run is the first, whichever was ticked first."""
     asked = ask("A", "B")
-    for run in ("A", "B"):
+    for run in ticked:
         asked.click(asked.page.get_by_label(f"Compare {run}", exact=True))
     asked.click(asked.page.locator(".head").get_by_role("link", name="Compare"))
+    expect(asked.page.locator("h1")).to_have_text("Is B better than A?")
     expect(asked.page.locator(".verdicts")).to_contain_text(re.compile("yes, B is better than A"))
-    asked.reads()
+    expect(asked.page.locator(".caution")).to_contain_text("Only the seed differs")
+    asked.reads("B − A", "A better, −", "< 0.001")
 
 
 def test_which_simulator_is_sick(ask):

@@ -261,8 +261,9 @@ function ribbon(from, to, thickness, bar, href, title) {
   return s("a", { href, "aria-label": title, class: `ribbon to-${String(to.name).replaceAll(/[^a-z]/g, "")}` }, s("path", { d: path }), s("title", {}, title));
 }
 
-/** An estimate with its interval on a scale that holds zero. */
-export function intervals(rows, width = 420) {
+/** Estimates of b minus a with their intervals, on a scale that holds zero. */
+export function intervals(rows, a, b, width = 420) {
+  const side = (name) => (name.length > 16 ? `${name.slice(0, 15)}…` : name);
   const known = rows.filter((row) => row.low !== null && row.high !== null);
   const reach = Math.max(...known.flatMap((row) => [Math.abs(row.low), Math.abs(row.high)]), 1e-9) * 1.1;
   const x = (value) => width / 2 + value / reach * (width / 2 - 8);
@@ -271,8 +272,8 @@ export function intervals(rows, width = 420) {
     rows.map((row, index) => row.low === null || row.high === null ? null : [
       s("line", { class: `span ${row.verdict}`, x1: x(row.low), x2: x(row.high), y1: index * 34 + 17, y2: index * 34 + 17 }),
       s("circle", { class: row.verdict, cx: x(row.difference), cy: index * 34 + 17, r: 5 })]),
-    s("text", { x: 4, y: rows.length * 34 + 13 }, `A better, −${num(reach, 2)}`),
-    s("text", { x: width - 4, y: rows.length * 34 + 13, "text-anchor": "end" }, `B better, +${num(reach, 2)}`));
+    s("text", { x: 4, y: rows.length * 34 + 13 }, `${side(a)} better, −${num(reach, 2)}`),
+    s("text", { x: width - 4, y: rows.length * 34 + 13, "text-anchor": "end" }, `${side(b)} better, +${num(reach, 2)}`));
 }
 
 export function range() {
