@@ -36,13 +36,16 @@ def test_a_run_without_trouble_has_no_findings(prepared):
 
 def test_the_slowest_update_by_where_its_time_went(prepared):
     found = named(prepared["B"])["Slowest"]
-    assert found["words"].startswith(f"update {STALL} took 241 s") and found["words"].endswith("waiting for a batch")
+    assert found["words"].startswith(f"update {STALL} took 241 s") and found["words"].endswith(
+        f"waiting for a batch; rollout-0 had died ({DEATH})"
+    )
     assert found["links"] == [[f"Update {STALL}", "update", {"step": STALL}]]
 
 
 def test_a_rise_of_reward_leads_to_the_lesson_that_rose(prepared):
     """Another lesson has better rewards all the time."""
-    written, update = named(prepared["B"])["Reward"]["links"]
+    written, before, update = named(prepared["B"])["Reward"]["links"]
+    assert before == ["before it for cats", "group", {"id": "cats-0-490"}]
     assert written == ["What was written for cats", "group", {"id": "cats-0-500"}] and update[2] == {"step": 500}
 
 
@@ -84,6 +87,7 @@ def test_an_update_in_words(prepared):
     took, died = update_in_words(run, STALL)
     assert took.startswith("It took 241 s, 117 times the 2.06 s") and "240 s waiting for a batch" in took
     assert died == f"rollout-0 died: {DEATH}"
+    assert not any(DEATH in words for step in (STALL - 1, STALL + 1) for words in update_in_words(run, step))
     (usual,) = update_in_words(run, 400)
     assert ", as usual: 1.4 s in the learner's update" in usual
     assert update_in_words(run, UPDATES + 5) == ["It was not made: the run got as far as version 1,000."]

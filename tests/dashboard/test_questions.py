@@ -52,7 +52,9 @@ def ask(browser, site):
 def test_why_did_run_b_stall_at_update_812(ask):
     asked = ask("B")
     asked.follow("B")
-    asked.reads("update 812 took 241 s, others 2.05 s: 240 s of it waiting for a batch")
+    asked.reads(
+        "update 812 took 241 s, others 2.05 s: 240 s of it waiting for a batch", f"rollout-0 had died ({DEATH})"
+    )
     asked.follow("Update 812")
     asked.reads("117 times the 2.06 s of the updates around it: 240 s waiting for a batch", f"rollout-0 died: {DEATH}")
 

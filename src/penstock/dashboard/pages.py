@@ -13,6 +13,7 @@ import numpy as np
 from penstock.dashboard.findings import (
     findings_page,
     lost_in_words,
+    meanwhile,
     sickest_in_words,
     simulators_of,
     update_in_words,
@@ -231,7 +232,7 @@ def update_page(run: ObservedRun, step: int) -> dict[str, Any]:
         "groups": groups,
         "dropped": dropped,
         "numbers": numbers,
-        "events": [event for event in run.events() if event.get("step") in (step, step - 1)][:200],
+        "events": meanwhile(run, step)[:200],
         "commands": [command_line(verb, path, "--step", str(step)) for verb in ("why", "replay")],
     }
 
