@@ -62,6 +62,8 @@ def test_the_sickest_simulator_of_several():
     sick = {**well, "simulator": "w process 1", "failures": 1, "starts": 2, "last": "boom", "state": "quarantined"}
     told = "w process 1 (task maze) is the sickest: 1 failure, 0 faults in 2 lives, now quarantined; the last: boom"
     assert sickest_in_words([sick, well]) == told
+    faulty = {**well, "simulator": "w process 2", "faults": 1}
+    assert sickest_in_words([sick, faulty, well]).endswith("the last: boom. Next: w process 2, 0 failures, 1 fault")
 
 
 def test_a_simulator_that_recovered_is_live_and_its_troubles_are_counted(tmp_path):

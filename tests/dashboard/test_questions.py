@@ -101,4 +101,7 @@ def test_which_simulator_is_sick(ask):
     expect(
         asked.page.get_by_role("region", name="Simulators, the sickest first").locator("tbody tr").first
     ).to_contain_text("fleet-1 process 3")
+    expect(asked.page.locator(".wall .bad")).to_have_count(1)
+    expect(asked.page.locator(".wall .warn")).to_have_count(1)
+    asked.reads("failed 3 times", "Next: fleet-0 process 2", "a fault ends one episode")
     asked.reads(told)

@@ -99,7 +99,13 @@ def sickest_in_words(simulators: list[dict[str, Any]]) -> str:
         f"{_count(row['failures'], 'failure')}, {_count(row['faults'], 'fault')} in {_count(row['starts'], 'life')}"
     )
     state = f", now {row['state']}" if row.get("state") in ("failed", "quarantined") else ""
-    return f"{row['simulator']} (task {row['task']}) is the sickest{of}: {counts}{state}{last}"
+    second = troubled[1] if len(troubled) > 1 else None
+    then = (
+        f". Next: {second['simulator']}, {_count(second['failures'], 'failure')}, {_count(second['faults'], 'fault')}"
+        if second is not None
+        else ""
+    )
+    return f"{row['simulator']} (task {row['task']}) is the sickest{of}: {counts}{state}{last}{then}"
 
 
 def simulators_of(run: ObservedRun) -> list[dict[str, Any]]:
