@@ -5,6 +5,7 @@ import pytest
 
 from penstock.dashboard.compare import Comparison, compare_page, latest
 from penstock.dashboard.observation import ObservedRuns
+from penstock.dashboard.pages import runs_page
 from penstock.rundir.evaluation_rows import write_evaluation
 from penstock.types import ConfigError, RolloutBatch, RolloutGroup
 from tests.dashboard.sample_run import rollout, write_run
@@ -77,6 +78,7 @@ def test_two_runs_by_their_last_evaluations(tmp_path):
     for run in runs.all():
         run.catch_up()
         assert not run.problem
+    assert [line["held_out"] for line in runs_page(runs)["runs"]] == [{"cats": [0.0, 0]}, {"cats": [1.0, 0]}]
     page = compare_page(runs, {"a": "a", "b": "b"})
     assert page["chosen"] == {"a": "after-0-0", "b": "after-0-0"}
     (lesson,) = page["lessons"]

@@ -49,6 +49,13 @@ def ask(browser, site):
     assert visitor.errors == [] and visitor.abroad == []
 
 
+def test_which_runs_had_trouble_and_how_good_they_are(ask):
+    row = ask("A", "B").page.locator("tr", has_text="1 trouble")
+    expect(row).to_have_count(1)
+    expect(row).to_contain_text(re.compile(r"^B"))
+    expect(row).to_contain_text(re.compile(r"0\.9[5-7]\d.*0\.9"))
+
+
 def test_why_did_run_b_stall_at_update_812(ask):
     asked = ask("B")
     asked.follow("B")

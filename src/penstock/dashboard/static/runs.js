@@ -25,11 +25,11 @@ export async function runsPage(main) {
     shown.length ? h("div", { class: "card flush" }, table([
       ["", (run) => h("input", { type: "checkbox", "aria-label": `Compare ${run.name}`, onchange: (event) => pick(run.name, event.target.checked) })],
       ["run", (run) => h("a", { href: link("run", run.name), class: "strong" }, run.name)],
-      ["state", (run) => badge(run.state, run.ended_by)],
+      ["state", (run) => [badge(run.state, run.ended_by), run.troubles ? h("a", { class: "bad-text", href: link("run", run.name), title: "deaths, failures and faults: see what happened" }, ` ${num(run.troubles)} ${run.troubles === 1 ? "trouble" : "troubles"}`) : ""]],
       ["trains on", (run) => run.of || "–"],
       ["update", (run) => run.step === null || run.step === undefined ? "–" : [num(run.step), h("span", { class: "quiet" }, run.steps ? ` / ${num(run.steps)}` : "")], "n"],
       ["reward", (run) => fixed(run.score), "n"],
-      ["", (run) => spark(run.spark)],
+      ["its course", (run) => spark(run.spark)],
       ["held out", (run) => Object.values(run.held_out).length ? Object.values(run.held_out).map(([score]) => fixed(score)).join(" · ") : "–", "n"],
       ["cost so far", (run) => [duration(run.busy_s), h("span", { class: "quiet" }, run.generated ? `, ${big(run.generated)} ${run.unit}` : "")], "n"],
       ["started", (run) => moment(run.started), "n"],
