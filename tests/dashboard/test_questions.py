@@ -56,6 +56,15 @@ def test_which_runs_had_trouble_and_how_good_they_are(ask):
     expect(row).to_contain_text(re.compile(r"0\.9[5-7]\d.*0\.9"))
 
 
+def test_a_run_without_trouble_says_so_and_an_averaged_curve_that_it_is(ask):
+    asked = ask("A")
+    asked.follow("A")
+    asked.reads("nothing unusual found")
+    loss = asked.page.get_by_role("region", name="Loss", exact=True)
+    expect(loss).to_contain_text("each point is the mean of 2 updates")
+    expect(loss.get_by_role("button", name="Download Loss as CSV")).to_be_visible()
+
+
 def test_why_did_run_b_stall_at_update_812(ask):
     asked = ask("B")
     asked.follow("B")

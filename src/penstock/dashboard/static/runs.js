@@ -31,7 +31,7 @@ export async function runsPage(main) {
       ["reward", (run) => fixed(run.score), "n"],
       ["its course", (run) => spark(run.spark)],
       ["held out", (run) => Object.values(run.held_out).length ? Object.values(run.held_out).map(([score]) => fixed(score)).join(" · ") : "–", "n"],
-      ["cost so far", (run) => [duration(run.busy_s), h("span", { class: "quiet" }, run.generated ? `, ${big(run.generated)} ${run.unit}` : "")], "n"],
+      ["cost", (run) => [duration(run.busy_s), h("span", { class: "quiet" }, run.generated ? `, ${big(run.generated)} ${run.unit}` : "")], "n"],
       ["started", (run) => moment(run.started), "n"],
       ["ended by", (run) => run.problem ? h("span", { class: "bad-text" }, run.problem) : run.alive ? h("span", { class: "quiet" }, ago(run.age_s)) : run.ended_by || "–", "wide"],
     ], shown, "Runs", (run) => ({ class: "pick", data: { href: link("run", run.name) } })))
@@ -101,7 +101,7 @@ function over(curves, name, by) {
     const start = Math.min(...Object.values(curves).flatMap((each) => each.time.slice(0, 1)));
     return { x: curve.time.map((time) => time - start), y: curve.mean };
   }
-  if (by === "update") return { x: curve.step, y: curve.mean };
+  if (by === "update") return { x: curve.step, y: curve.mean, block: curve.block };
   const counts = curves["train/tokens"]?.step.length ? curves["train/tokens"] : curves["train/steps"];
   if (!counts?.step.length) return { x: [], y: [] };
   const sums = [];
