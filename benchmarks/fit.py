@@ -134,7 +134,7 @@ def _pass_through(config: RunConfig) -> None:
     from penstock.inference.model_runner import ModelRunner
     from penstock.inference.scheduler import SlotTable
     from penstock.learner import Learner
-    from penstock.model.language import Decoder
+    from penstock.model.language import Decoder, named_arrays
 
     model, engine = model_shape(config.model), config.inference
     decoder = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, leaf.dtype), Decoder.of_shapes(model))
@@ -150,7 +150,7 @@ def _pass_through(config: RunConfig) -> None:
         runner.fork({})
         runner.decode(rows)
         learner.update(_batch(config), step)
-        runner.load(runner.prepare(learner.decoder))
+        runner.load(runner.prepare(named_arrays(learner.decoder)))
         runner.resize(engine.window_buckets[0])
     jax.block_until_ready(runner.weights)
 
