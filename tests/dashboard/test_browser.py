@@ -408,8 +408,24 @@ def test_is_b_better_than_a_in_words_from_two_ticks(visitor):
     page.get_by_role("main").get_by_role("link", name="Compare", exact=True).click()
     expect(page.locator(".verdicts")).to_contain_text("yes, good is better than weak")
     expect(page.get_by_role("img", name=re.compile("yes, good is better"))).to_be_visible()
+    expect(page.locator("h1")).to_have_text("Is good better than weak?")
+    expect(page.get_by_role("img", name=re.compile("yes, good is better"))).to_contain_text("weak better, −")
+    expect(page.get_by_role("columnheader", name="good − weak")).to_be_visible()
     page.locator("#by").select_option("tokens")
     expect(page.get_by_text("by tokens trained").first).to_be_visible()
+
+
+def test_the_only_other_run_is_chosen_too(browser, parent, tmp_path):
+    for name in ("good", "weak"):
+        shutil.copytree(parent / name, tmp_path / "two" / name)
+    served = Served(tmp_path / "two", tmp_path / "cache")
+    visitor = Visitor(browser, served.url)
+    visitor.open("#/run/weak")
+    visitor.page.get_by_role("navigation").get_by_role("link", name="Compare").click()
+    expect(visitor.page.locator("h1")).to_have_text("Is weak better than good?")
+    visitor.context.close()
+    served.end()
+    assert visitor.errors == []
 
 
 def test_two_runs_that_are_alike_are_not_called_different(visitor):

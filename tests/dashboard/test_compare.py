@@ -5,6 +5,7 @@ import pytest
 
 from penstock.dashboard.compare import Comparison, compare_page, latest
 from penstock.dashboard.observation import ObservedRuns
+from penstock.dashboard.pages import runs_page
 from penstock.rundir.evaluation_rows import write_evaluation
 from penstock.types import ConfigError, RolloutBatch, RolloutGroup
 from tests.dashboard.sample_run import rollout, write_run
@@ -77,12 +78,18 @@ def test_two_runs_by_their_last_evaluations(tmp_path):
     for run in runs.all():
         run.catch_up()
         assert not run.problem
+    assert [line["held_out"] for line in runs_page(runs)["runs"]] == [{"cats": [0.0, 0]}, {"cats": [1.0, 0]}]
     page = compare_page(runs, {"a": "a", "b": "b"})
     assert page["chosen"] == {"a": "after-0-0", "b": "after-0-0"}
     (lesson,) = page["lessons"]
     assert lesson["lesson"] == "cats" and lesson["problems"] == 8 and lesson["difference"] == 1.0
     assert lesson["verdict"] == "better" and lesson["chance"] == pytest.approx(2 / 256)
     assert page["settings"] == [["seed", "1", "2"]]
+    assert page["same_recipe"] and page["caution"].startswith("Only the seed differs: this is about two policies.")
+    assert not compare_page(runs, {"a": "a", "b": "a"})["same_recipe"]  # nothing differs
+    runs.find("b").directory.write_config({"model": {"tokenizer": None, "path": None}, "seed": 2, "steps": 3})
+    found = compare_page(runs, {"a": "a", "b": "b"})
+    assert not found["same_recipe"] and found["caution"].startswith("This is about two policies.")
     with pytest.raises(ConfigError, match="at_b is 'before-0-9': that run has the evaluations after-0-0"):
         compare_page(runs, {"a": "a", "b": "b", "at_b": "before-0-9"})
     runs.__exit__(None, None, None)

@@ -36,13 +36,16 @@ def test_a_run_without_trouble_has_no_findings(prepared):
 
 def test_the_slowest_update_by_where_its_time_went(prepared):
     found = named(prepared["B"])["Slowest"]
-    assert found["words"].startswith(f"update {STALL} took 241 s") and found["words"].endswith("waiting for a batch")
+    assert found["words"].startswith(f"update {STALL} took 241 s") and found["words"].endswith(
+        f"waiting for a batch; rollout-0 had died ({DEATH})"
+    )
     assert found["links"] == [[f"Update {STALL}", "update", {"step": STALL}]]
 
 
 def test_a_rise_of_reward_leads_to_the_lesson_that_rose(prepared):
     """Another lesson has better rewards all the time."""
-    written, update = named(prepared["B"])["Reward"]["links"]
+    written, before, update = named(prepared["B"])["Reward"]["links"]
+    assert before == ["before it for cats", "group", {"id": "cats-0-490"}]
     assert written == ["What was written for cats", "group", {"id": "cats-0-500"}] and update[2] == {"step": 500}
 
 
@@ -59,6 +62,8 @@ def test_the_sickest_simulator_of_several():
     sick = {**well, "simulator": "w process 1", "failures": 1, "starts": 2, "last": "boom", "state": "quarantined"}
     told = "w process 1 (task maze) is the sickest: 1 failure, 0 faults in 2 lives, now quarantined; the last: boom"
     assert sickest_in_words([sick, well]) == told
+    faulty = {**well, "simulator": "w process 2", "faults": 1}
+    assert sickest_in_words([sick, faulty, well]).endswith("the last: boom. Next: w process 2, 0 failures, 1 fault")
 
 
 def test_a_simulator_that_recovered_is_live_and_its_troubles_are_counted(tmp_path):
@@ -84,6 +89,7 @@ def test_an_update_in_words(prepared):
     took, died = update_in_words(run, STALL)
     assert took.startswith("It took 241 s, 117 times the 2.06 s") and "240 s waiting for a batch" in took
     assert died == f"rollout-0 died: {DEATH}"
+    assert not any(DEATH in words for step in (STALL - 1, STALL + 1) for words in update_in_words(run, step))
     (usual,) = update_in_words(run, 400)
     assert ", as usual: 1.4 s in the learner's update" in usual
     assert update_in_words(run, UPDATES + 5) == ["It was not made: the run got as far as version 1,000."]

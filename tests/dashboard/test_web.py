@@ -71,6 +71,8 @@ def test_all_runs_of_a_folder_are_listed_and_other_folders_are_not(client):
     listed = get(client, "/api/runs")["runs"]
     assert [run["name"] for run in listed] == ["mine", "other"]
     assert listed[0]["step"] == 2 and listed[0]["steps"] == 10 and listed[0]["kind"] == "language"
+    assert listed[0]["score"] == 1.0 and listed[0]["held_out"] == {}  # status.json says neither
+    assert [run["troubles"] for run in listed] == [1, 1]
     assert listed[0]["generated"] == 100 and listed[0]["spark"] == [0.5, 1.0] and listed[0]["problem"] == ""
 
 

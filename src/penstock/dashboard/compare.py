@@ -122,16 +122,20 @@ def compare_page(runs: ObservedRuns, words: Mapping[str, str]) -> dict[str, Any]
                                      for problem, answers in found.items()} for side in rewards))  # fmt: skip
             lessons.insert(0, {"lesson": "all lessons", "words": whole.words(a.name, b.name, "all lessons"),
                                **whole.to_json()})  # fmt: skip
+    settings = _settings(a.config, b.config)
+    same_recipe = bool(settings) and all(key.rpartition(".")[2] == "seed" for key, _, _ in settings)
+    this = "Only the seed differs: this" if same_recipe else "This"
     return {
         "a": a.name,
         "b": b.name,
         "offered": offered,
         "chosen": chosen,
         "lessons": lessons,
-        "settings": _settings(a.config, b.config),
+        "settings": settings,
+        "same_recipe": same_recipe,
         "metrics": sorted(set(a.curves.names) & set(b.curves.names)),
-        "caution": "This is about two policies. Runs of one recipe with other seeds differ, too: whether a recipe is "
-        "better is a question to several seeds of each (penstock plot pools them).",
+        "caution": f"{this} is about two policies. Runs of one recipe with other seeds differ, too: whether a recipe "
+        "is better is a question to several seeds of each (penstock plot pools them).",
     }
 
 

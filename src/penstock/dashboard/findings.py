@@ -37,7 +37,7 @@ def update_in_words(run: ObservedRun, step: int) -> list[str]:
     seconds = _seconds(run)
     steps = seconds.pop("step")
     here = int(np.searchsorted(steps, step))
-    told = [event for event in run.events() if event.get("step") in (step - 1, step)]
+    told = meanwhile(run, step)
     troubles = [words for event in told if (words := _trouble(event))]
     if here == len(steps) or steps[here] != step:
         return [*_never_made(run, step, steps), *troubles]
@@ -52,6 +52,12 @@ def update_in_words(run: ObservedRun, step: int) -> list[str]:
     spent = ", ".join(f"{_span(value)} {words}" for value, words in parts if value > 0.01 * whole[here])
     bottleneck = [str(event["words"]) for event in told if event.get("event") == "bottleneck" and event.get("words")]
     return [f"{took}: {spent}." if spent else f"{took}.", *bottleneck[-1:], *troubles]
+
+
+def meanwhile(run: ObservedRun, step: int) -> list[dict[str, Any]]:
+    """Events around an update, by the version it made; what held one up while it was made is not its successor's."""
+    at = [(event.get("step"), event) for event in run.events()]
+    return [event for when, event in at if when == step - 1 or (when == step and not _trouble(event))]
 
 
 def lost_in_words(run: ObservedRun) -> list[str]:
@@ -93,7 +99,13 @@ def sickest_in_words(simulators: list[dict[str, Any]]) -> str:
         f"{_count(row['failures'], 'failure')}, {_count(row['faults'], 'fault')} in {_count(row['starts'], 'life')}"
     )
     state = f", now {row['state']}" if row.get("state") in ("failed", "quarantined") else ""
-    return f"{row['simulator']} (task {row['task']}) is the sickest{of}: {counts}{state}{last}"
+    second = troubled[1] if len(troubled) > 1 else None
+    then = (
+        f". Next: {second['simulator']}, {_count(second['failures'], 'failure')}, {_count(second['faults'], 'fault')}"
+        if second is not None
+        else ""
+    )
+    return f"{row['simulator']} (task {row['task']}) is the sickest{of}: {counts}{state}{last}{then}"
 
 
 def simulators_of(run: ObservedRun) -> list[dict[str, Any]]:
@@ -135,7 +147,10 @@ def _stall(run: ObservedRun) -> dict[str, Any] | None:
         return None
     value, part = max((float(values[slowest]), words) for words, values in seconds.items())
     step = int(steps[slowest])
+    died = [f"{event.get('component')} had died ({event.get('reason') or 'it was not told why'})"
+            for event in meanwhile(run, step) if event.get("event") == "component_death"]  # fmt: skip
     words = f"update {step:,} took {_span(whole[slowest])}, others {_span(usual)}: {_span(value)} of it {part}"
+    words += f"; {died[-1]}" if died else ""
     return {"name": "Slowest", "words": words, "links": [[f"Update {step:,}", "update", {"step": step}]]}
 
 
@@ -159,7 +174,7 @@ def _rise(run: ObservedRun) -> dict[str, Any] | None:
 
 
 def _written(run: ObservedRun, step: int) -> list[list[Any]]:
-    """A link to the best group after a rise, of the lesson whose reward rose most."""
+    """Links to the best group after a rise, of the lesson whose reward rose most, and to its last one before."""
     best = run.index.rows(
         """WITH near AS (SELECT g.group_id, g.lesson, r.reward, r.step, r.step >= $step AS late
             FROM rollouts r JOIN groups g USING (g) WHERE r.step >= $step - $width AND r.step < $step + $width
@@ -169,7 +184,14 @@ def _written(run: ObservedRun, step: int) -> list[list[Any]]:
         SELECT group_id, lesson FROM near JOIN risen USING (lesson) WHERE late ORDER BY reward DESC, step LIMIT 1""",
         {"step": step, "width": RISE_WINDOW},
     )
-    return [[f"What was written for {row['lesson']}", "group", {"id": row["group_id"]}] for row in best]
+    before = run.index.rows(
+        """SELECT g.group_id, g.lesson FROM rollouts r JOIN groups g USING (g)
+        WHERE g.lesson = $lesson AND r.step < $step AND r.state = 'trained' AND g.evaluation IS NULL
+        ORDER BY r.step DESC, g.group_id LIMIT 1""",
+        {"lesson": best[0]["lesson"] if best else None, "step": step},
+    )
+    texts = [*(("What was written for {}", row) for row in best), *(("before it for {}", row) for row in before)]
+    return [[text.format(row["lesson"]), "group", {"id": row["group_id"]}] for text, row in texts]
 
 
 def _thrown_away(run: ObservedRun) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ import numpy as np
 from penstock.dashboard.findings import (
     findings_page,
     lost_in_words,
+    meanwhile,
     sickest_in_words,
     simulators_of,
     update_in_words,
@@ -36,6 +37,9 @@ MARKS = {
     "weights_differ": "weights differ", "rollouts_quarantined": "quarantined", "end": "end",
 }  # fmt: skip
 """Events that are marked on curves, and by what."""
+TROUBLES = ("component_death", "failure", "worker_failed", "group_failed", "simulator_failed", "simulator_fault",
+            "simulator_quarantined", "disk_full", "weights_differ")  # fmt: skip
+"""Events that are counted beside a run's state."""
 _QUIET = ("compiled", "phase", "arithmetic", "simulator_started")
 MOST_EVENTS = 400
 """Of a run page: the newest, without those of every start."""
@@ -231,7 +235,7 @@ def update_page(run: ObservedRun, step: int) -> dict[str, Any]:
         "groups": groups,
         "dropped": dropped,
         "numbers": numbers,
-        "events": [event for event in run.events() if event.get("step") in (step, step - 1)][:200],
+        "events": meanwhile(run, step)[:200],
         "commands": [command_line(verb, path, "--step", str(step)) for verb in ("why", "replay")],
     }
 
@@ -273,6 +277,7 @@ def _line(run: ObservedRun) -> dict[str, Any]:
         name: [finite(_mapping(found).get("score")), _mapping(found).get("step")]
         for name, found in _mapping(training.get("held_out")).items()
     }
+    score, (_, rewards, _) = finite(training.get("score")), run.curves.series(_score_name(run))
     started = [event["time"] for event in events if event.get("event") == "start" and "time" in event]
     ended = next(
         (e for e in reversed(events) if e.get("event") in ("end", "failure", "interrupted", "goal_reached")), None
@@ -288,8 +293,9 @@ def _line(run: ObservedRun) -> dict[str, Any]:
         "step": status.content.get("step"),
         "steps": status.content.get("steps") or run.config.get("steps"),
         "lineage": status.content.get("lineage", 0),
-        "score": finite(training.get("score")),
-        "held_out": held_out,
+        "score": _plain(rewards[-1]) if score is None and len(rewards) else score,
+        "held_out": held_out or _last_held_out(run),
+        "troubles": sum(str(event.get("event")) in TROUBLES for event in events),
         "started": started[0] if started else None,
         "lives": len(started),
         "busy_s": _busy_s(events),
@@ -301,6 +307,21 @@ def _line(run: ObservedRun) -> dict[str, Any]:
         "version": run.version,
         "spark": run.curves.picture(_score_name(run), 40)["mean"],
     }
+
+
+def _last_held_out(run: ObservedRun) -> dict[str, list[Any]]:
+    """By lesson the reward and step of the newest evaluation whose rollouts are kept, once all of a run is read."""
+    if run.progress:
+        return {}
+    rows = run.index.rows(
+        """SELECT lesson, arg_max(reward, time) AS reward, arg_max(step, time) AS step
+        FROM (SELECT g.lesson, r.lineage, r.step, avg(r.reward) AS reward, max(r.time) AS time
+              FROM rollouts r JOIN groups g USING (g)
+              WHERE g.evaluation IS NOT NULL AND g.lesson IS NOT NULL AND r.reward IS NOT NULL
+              GROUP BY g.lesson, g.evaluation, r.lineage, r.step)
+        GROUP BY lesson ORDER BY lesson"""
+    )
+    return {row["lesson"]: [row["reward"], row["step"]] for row in rows}
 
 
 def _subjects(run: ObservedRun) -> list[str]:

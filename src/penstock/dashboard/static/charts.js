@@ -25,20 +25,22 @@ export function redraw() {
 }
 
 /**
- * A card with curves over steps. `lines`: {name, x, y, low?, high?, points?, dash?}; `marks`: [text, step].
+ * A card with curves over steps. `lines`: {name, x, y, low?, high?, points?, dash?, block?}; `marks`: [text, step].
+ * A line whose points are means of `block` steps each is said to be that.
  * Dragging zooms and is written into the address (`from`, `to`); a double click shows all again.
  */
 export function chart(title, lines, options = {}) {
   const box = h("div", { class: "plot" });
   const legend = h("ul", { class: "legend" });
+  const shown = lines.filter((line) => line.x.length), block = Math.max(1, ...shown.map((line) => line.block || 1));
+  const note = [options.note, block > 1 ? `each point is the mean of ${num(block)} updates${shown.some((line) => line.low) ? ", the band their least to greatest" : ""}` : ""].filter(Boolean).join("; ");
   const card = h("section", { class: "card chart", "aria-label": title },
-    h("header", {}, h("h3", {}, title),
+    h("header", {}, h("h3", {}, title), !shown.length ? null :
       h("button", { class: "tool", type: "button", title: "Download these numbers as CSV", "aria-label": `Download ${title} as CSV`,
         onclick: () => download(title, lines, options) }, "CSV")),
-    legend, options.note ? h("p", { class: "note" }, options.note) : null, box);
-  const shown = lines.filter((line) => line.x.length);
+    legend, note && shown.length ? h("p", { class: "note" }, note) : null, box);
   if (!shown.length) {
-    box.append(h("p", { class: "empty" }, options.empty || "No numbers yet."));
+    box.append(h("p", { class: "empty" }, options.empty || "No numbers of this are recorded."));
     return card;
   }
   let plot = null;
@@ -103,7 +105,7 @@ function settings(lines, width, options, values, data) {
   };
   return {
     width, height: options.height || 190, series, bands, legend: { show: false },
-    padding: [8, 12, 0, 0],
+    padding: [8, 22, 0, 0],
     cursor: { sync: options.sync === false ? undefined : { key: "steps" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
     scales: {
       x: { time: false, range: x.length === 1 ? [x[0] - 1, x[0] + 1] : undefined },
@@ -205,7 +207,7 @@ export function dots(rewards, low, high, width = 90) {
 /** Ribbons between columns of boxes. `flows`: [[names along the columns], size, link per gap]; widths add up. */
 export function sankey(flows, unit, names, hrefs, width) {
   const total = flows.reduce((sum, flow) => sum + flow.size, 0);
-  if (!total) return h("p", { class: "empty" }, `No ${unit} yet.`);
+  if (!total) return h("p", { class: "empty" }, `No ${unit} are recorded.`);
   const columns = names.map((_, column) => boxes(flows, column));
   const most = Math.max(...columns.map((column) => column.length));
   const gap = 16, height = Math.max(220, most * 54), scale = (height - gap * (most - 1)) / total;
@@ -261,8 +263,9 @@ function ribbon(from, to, thickness, bar, href, title) {
   return s("a", { href, "aria-label": title, class: `ribbon to-${String(to.name).replaceAll(/[^a-z]/g, "")}` }, s("path", { d: path }), s("title", {}, title));
 }
 
-/** An estimate with its interval on a scale that holds zero. */
-export function intervals(rows, width = 420) {
+/** Estimates of b minus a with their intervals, on a scale that holds zero. */
+export function intervals(rows, a, b, width = 420) {
+  const side = (name) => (name.length > 16 ? `${name.slice(0, 15)}…` : name);
   const known = rows.filter((row) => row.low !== null && row.high !== null);
   const reach = Math.max(...known.flatMap((row) => [Math.abs(row.low), Math.abs(row.high)]), 1e-9) * 1.1;
   const x = (value) => width / 2 + value / reach * (width / 2 - 8);
@@ -271,8 +274,8 @@ export function intervals(rows, width = 420) {
     rows.map((row, index) => row.low === null || row.high === null ? null : [
       s("line", { class: `span ${row.verdict}`, x1: x(row.low), x2: x(row.high), y1: index * 34 + 17, y2: index * 34 + 17 }),
       s("circle", { class: row.verdict, cx: x(row.difference), cy: index * 34 + 17, r: 5 })]),
-    s("text", { x: 4, y: rows.length * 34 + 13 }, `A better, −${num(reach, 2)}`),
-    s("text", { x: width - 4, y: rows.length * 34 + 13, "text-anchor": "end" }, `B better, +${num(reach, 2)}`));
+    s("text", { x: 4, y: rows.length * 34 + 13 }, `${side(a)} better, −${num(reach, 2)}`),
+    s("text", { x: width - 4, y: rows.length * 34 + 13, "text-anchor": "end" }, `${side(b)} better, +${num(reach, 2)}`));
 }
 
 export function range() {

@@ -103,6 +103,14 @@ function graph(lessons, run) {
   return s("svg", { class: "lessons", width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Lessons" }, links, nodes);
 }
 
+const DOWN = ["failed", "quarantined"];
+
+/** Of a simulator process: `bad` where it is down or failed before, `warn` after faults alone. */
+function health(row, alive) {
+  if (DOWN.includes(row.state) || row.failures) return "bad";
+  return row.faults ? "warn" : alive && row.state === "live" ? "good" : "calm";
+}
+
 export async function fleetPage(main, run) {
   const page = await api(path(run, "fleet"));
   const { words } = parse();
@@ -120,8 +128,10 @@ export async function fleetPage(main, run) {
     ], page.components, "Components") : empty("status.json says nothing of components.")),
     page.simulators.length ? h("section", { class: "card" }, h("header", {}, h("h2", {}, `${num(page.simulators.length)} simulator processes`), h("input", { type: "search", id: "filter", placeholder: "Filter simulators", "aria-label": "Filter simulators", value: words.search || "", oninput: (event) => change({ search: event.target.value }, true) })),
       page.words ? h("p", {}, page.words) : null,
-      h("div", { class: "wall", role: "img", title: "red: down; yellow: up, with trouble so far; green: live", "aria-label": `${page.simulators.filter((r) => r.failures + r.faults).length} of ${page.simulators.length} had failures or faults` }, simulators.map((row) => h("i", { class: `sim ${["failed", "quarantined"].includes(row.state) ? "bad" : row.failures + row.faults ? "warn" : page.alive && row.state === "live" ? "good" : "calm"}`, title: `${row.simulator}: ${row.state}, ${row.failures} failures, ${row.faults} faults` }))),
-      h("div", { class: "tall" }, table([["simulator", (r) => r.simulator], ["task", (r) => r.task ?? "–"], ["state", (r) => badge(page.alive || r.state !== "live" ? r.state : "ended")], ["lives", (r) => num(r.starts), "n"], ["failures", (r) => num(r.failures), "n"], ["faults", (r) => num(r.faults), "n"], ["slots", (r) => num(r.slots ?? null), "n"], ["started in", (r) => duration(r.seconds), "n"], ["last trouble", (r) => r.last || "–", "wide"]], simulators, "Simulators, the sickest first"))) : null,
+      h("div", { class: "wall", role: "img", "aria-label": `${page.simulators.filter((r) => r.failures + r.faults).length} of ${page.simulators.length} had failures or faults` }, simulators.map((row) => h("i", { class: `sim ${health(row, page.alive)}`, title: `${row.simulator}: ${row.state}, ${row.failures} failures, ${row.faults} faults` }))),
+      h("ul", { class: "legend" }, [["bad", "down, or it failed"], ["warn", "faults in episodes only"], ["good", "live"], ["calm", "ended without trouble"]].map(([kind, text]) => h("li", {}, h("i", { class: `sim ${kind}` }), text))),
+      h("p", { class: "note" }, "A failure ends the process, and each start is a life; a fault ends one episode, and the process goes on."),
+      h("div", { class: "tall" }, table([["simulator", (r) => r.simulator], ["task", (r) => r.task ?? "–"], ["state", (r) => [badge(page.alive || r.state !== "live" ? r.state : "ended"), health(r, page.alive) === "bad" && !DOWN.includes(r.state) ? h("span", { class: "bad-text" }, ` failed ${r.failures === 1 ? "once" : `${num(r.failures)} times`}`) : ""]], ["lives", (r) => num(r.starts), "n"], ["failures", (r) => num(r.failures), "n"], ["faults", (r) => num(r.faults), "n"], ["slots", (r) => num(r.slots ?? null), "n"], ["started in", (r) => duration(r.seconds), "n"], ["last trouble", (r) => r.last || "–", "wide"]], simulators, "Simulators, the sickest first"))) : null,
     h("div", { class: "grid" }, groups.map((names, index) => names.length ? chart(titles[index], names.map((name) => ({ name: name.split("/").at(-1).replaceAll("_", " "), x: curves[name].step, y: curves[name].mean })), { zero: true }) : null)),
     Object.keys(page.account).length ? h("section", { class: "card" }, h("h2", {}, "Account of steps"), h("dl", { class: "facts" }, Object.entries(page.account).map(([name, count]) => h("div", {}, h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, num(count)))))) : null,
     page.films.length ? h("section", { class: "card" }, h("h2", {}, "Films of episodes"), bundle ? h("p", { class: "note" }, `${page.films.length} films are in the run's videos folder.`) : h("div", { class: "films" }, page.films.slice(0, 24).map((name) => h("figure", {}, h("video", { controls: true, preload: "none", src: `api/${path(run, "film")}?name=${encodeURIComponent(name)}` }), h("figcaption", {}, name))))) : null,

@@ -34,7 +34,7 @@ export async function runPage(main, run) {
     api(path(run, "findings")),
   ]);
   const marks = shownMarks(page.marks);
-  const line = (name, options = {}) => ({ name: options.as || short(name), x: curves[name]?.step || [], y: curves[name]?.mean || [], low: curves[name]?.low, high: curves[name]?.high, hue: options.hue });
+  const line = (name, options = {}) => ({ name: options.as || short(name), x: curves[name]?.step || [], y: curves[name]?.mean || [], low: curves[name]?.low, high: curves[name]?.high, block: curves[name]?.block, hue: options.hue });
   const zoomed = words.from || words.to
     ? h("button", { class: "button", type: "button", onclick: () => change({ from: null, to: null }) }, `Updates ${words.from || 0} to ${words.to || "the last"}: show all`) : null;
   main.replaceChildren(
@@ -58,7 +58,7 @@ function headline(page, findings) {
     ["update", [num(page.step ?? null), page.steps ? h("span", { class: "quiet" }, ` of ${num(page.steps)}`) : ""]],
     ["reward", fixed(page.score)],
     ...Object.entries(page.held_out).map(([name, [score, step]]) => [`held out, ${name}`, [fixed(score), h("span", { class: "quiet" }, ` at ${num(step)}`)]]),
-    ["cost so far", duration(page.busy_s)],
+    [page.alive ? "cost so far" : "cost", duration(page.busy_s)],
     [page.unit === "steps" ? "steps simulated" : "tokens generated", big(page.generated)],
     ["lives", num(page.lives)],
   ];
@@ -72,6 +72,7 @@ function headline(page, findings) {
       sentence(page.alive ? "Waiting" : "Last waiting", ["dead", "failed"].includes(page.state) || page.alive ? page.waiting_for : ""),
       Object.entries(page.failures).map(([name, found]) => found.failed ? sentence("Failures", `${num(found.failed)} of ${name}; the last: ${found.last_failure}`) : null),
       findings.map(({ name, words, links }) => sentence(name, [words, links.map(([text, to, asked]) => [" · ", h("a", { href: link(to, page.name, asked) }, text)])])),
+      findings.length || page.troubles || page.problem || page.progress || page.alive ? null : sentence("Stands out", "nothing unusual found: no slow update, no jump of reward, nothing thrown away, no sick simulator"),
       Object.keys(page.index.damaged).length ? sentence("Cannot be read", Object.values(page.index.damaged).join("; ")) : null),
     h("p", { class: "commands" }, copyable(page.commands.status), copyable(page.commands.rollouts)));
 }
@@ -109,7 +110,7 @@ function rewardChart(page, reward, curves, scores, words, marks) {
     return chart("Reward of what was trained", [{ name: "mean with 95% interval", x: rows.map((r) => r[0]), y: rows.map((r) => r[1]), low: rows.map((r) => r[2] ?? r[1]), high: rows.map((r) => r[3] ?? r[1]) }],
       { marks, note: `${pooled}; groups are the independent draws` });
   }
-  return chart("Reward", scores.map((name) => ({ name: short(name), x: curves[name].step, y: curves[name].mean, low: curves[name].low, high: curves[name].high })), { marks });
+  return chart("Reward", scores.map((name) => ({ name: short(name), x: curves[name].step, y: curves[name].mean, low: curves[name].low, high: curves[name].high, block: curves[name].block })), { marks });
 }
 
 function heldOutChart(page, reward, curves, held, words, marks) {
@@ -124,7 +125,7 @@ function heldOutChart(page, reward, curves, held, words, marks) {
       return { name: lesson, points: true, x: all.map((r) => r.step), y: all.map((r) => r.mean), low: all.map((r) => r.low ?? r.mean), high: all.map((r) => r.high ?? r.mean) };
     }), { marks: marks.filter(([, , kind]) => kind === "bad"), note: "95% interval by problems" });
   }
-  return chart("Held-out reward", held.map((name) => ({ name: name.split("/")[1] + (name.startsWith("eval_report/") ? " (report)" : ""), points: true, x: curves[name].step, y: curves[name].mean })), { empty: "Nothing was evaluated yet.", marks: [] });
+  return chart("Held-out reward", held.map((name) => ({ name: name.split("/")[1] + (name.startsWith("eval_report/") ? " (report)" : ""), points: true, x: curves[name].step, y: curves[name].mean })), { empty: page.alive ? "Nothing was evaluated yet." : "Nothing was evaluated.", marks: [] });
 }
 
 function metricPicker(metrics, chosen) {
@@ -142,7 +143,7 @@ function eventList(page) {
   const details = (event) => event.words ?? inWords(event, ["time", "event", "step"]);
   return h("section", { class: "card" }, h("header", {}, h("h2", {}, "What happened"), exportTable(`${page.name}-events`, ["time", "step", "event", "details"], rows.map((e) => [e.time, e.step, e.event, details(e)]))),
     rows.length ? h("div", { class: "tall" }, table([["when", (e) => moment(e.time), "n"], ["update", (e) => num(e.step ?? null), "n"], ["event", (e) => String(e.event).replaceAll("_", " ")], ["", details, "wide"]], rows, "Events"))
-      : empty("No events yet."));
+      : empty("No events are recorded."));
 }
 
 /** Of an event's fields those that say something, by name. */
@@ -174,7 +175,7 @@ export async function ledgerPage(main, run) {
     h("section", { class: "card compact" }, h("h2", {}, "Age when trained"), page.ages.length ? table([
       ["updates old", (r) => h("a", { href: link("groups", run, { state: "trained", min_staleness: r.age, order: "staleness" }) }, num(r.age)), "n"], ["rollouts", (r) => num(r.rollouts), "n"],
       ["share", (r) => h("meter", { min: 0, max: trained, value: r.rollouts, "aria-label": `${(100 * r.rollouts / trained).toFixed(1)}%` })], ["", (r) => `${(100 * r.rollouts / trained).toFixed(1)}%`, "n"],
-    ], page.ages, "Age when trained") : empty("Nothing was trained yet.")));
+    ], page.ages, "Age when trained") : empty("Nothing that was trained is recorded.")));
   box.append(sankey(flows, unit, ["lesson", "finish", "state"], hrefs, Math.max(560, Math.min(1240, box.clientWidth || 900))));
 }
 

@@ -3,7 +3,7 @@ import { chart, intervals, spark } from "./charts.js";
 import { ago, api, badge, big, change, csv, duration, empty, fixed, h, link, moment, num, parse, save, signed, table } from "./core.js";
 
 export async function runsPage(main) {
-  const { runs } = await api("runs");
+  const runs = (await api("runs")).runs.sort((a, b) => (a.started || 0) - (b.started || 0));
   const { words } = parse();
   const search = (words.search || "").toLowerCase();
   const shown = runs.filter((run) => `${run.name} ${run.of} ${run.state}`.toLowerCase().includes(search))
@@ -11,10 +11,11 @@ export async function runsPage(main) {
   const box = h("input", { type: "search", id: "filter", placeholder: "Filter runs", "aria-label": "Filter runs", value: words.search || "",
     oninput: (event) => change({ search: event.target.value }, true) });
   const picked = new Set();
+  const age = (name) => runs.findIndex((run) => run.name === name);
   const compare = h("a", { class: "button", href: "#/", hidden: true }, "Compare");
   const pick = (name, on) => {
     on ? picked.add(name) : picked.delete(name);
-    const [a, b] = [...picked];
+    const [a, b] = [...picked].sort((one, other) => age(one) - age(other));
     compare.hidden = picked.size !== 2;
     compare.href = link("compare", null, { a, b });
   };
@@ -24,13 +25,13 @@ export async function runsPage(main) {
     shown.length ? h("div", { class: "card flush" }, table([
       ["", (run) => h("input", { type: "checkbox", "aria-label": `Compare ${run.name}`, onchange: (event) => pick(run.name, event.target.checked) })],
       ["run", (run) => h("a", { href: link("run", run.name), class: "strong" }, run.name)],
-      ["state", (run) => badge(run.state, run.ended_by)],
+      ["state", (run) => [badge(run.state, run.ended_by), run.troubles ? h("a", { class: "bad-text", href: link("run", run.name), title: "deaths, failures and faults: see what happened" }, ` ${num(run.troubles)} ${run.troubles === 1 ? "trouble" : "troubles"}`) : ""]],
       ["trains on", (run) => run.of || "–"],
       ["update", (run) => run.step === null || run.step === undefined ? "–" : [num(run.step), h("span", { class: "quiet" }, run.steps ? ` / ${num(run.steps)}` : "")], "n"],
       ["reward", (run) => fixed(run.score), "n"],
-      ["", (run) => spark(run.spark)],
+      ["its course", (run) => spark(run.spark)],
       ["held out", (run) => Object.values(run.held_out).length ? Object.values(run.held_out).map(([score]) => fixed(score)).join(" · ") : "–", "n"],
-      ["cost so far", (run) => [duration(run.busy_s), h("span", { class: "quiet" }, run.generated ? `, ${big(run.generated)} ${run.unit}` : "")], "n"],
+      ["cost", (run) => [duration(run.busy_s), h("span", { class: "quiet" }, run.generated ? `, ${big(run.generated)} ${run.unit}` : "")], "n"],
       ["started", (run) => moment(run.started), "n"],
       ["ended by", (run) => run.problem ? h("span", { class: "bad-text" }, run.problem) : run.alive ? h("span", { class: "quiet" }, ago(run.age_s)) : run.ended_by || "–", "wide"],
     ], shown, "Runs", (run) => ({ class: "pick", data: { href: link("run", run.name) } })))
@@ -38,31 +39,40 @@ export async function runsPage(main) {
 }
 
 export async function comparePage(main) {
-  const { words } = parse();
   const { runs } = await api("runs");
+  const { words } = withTheOther(parse(), runs);
   const select = (name, label) => h("label", {}, label, h("select", { value: words[name] || "", onchange: (event) => change({ [name]: event.target.value, [`at_${name}`]: null }) },
     h("option", { value: "" }, "choose a run"), runs.map((run) => h("option", { value: run.name, selected: run.name === words[name] }, run.name))));
-  const head = h("div", { class: "head" }, h("h1", {}, "Is B better than A?"), h("div", { class: "tools" }, select("a", "A "), select("b", "B ")));
+  const head = h("div", { class: "head" }, h("h1", {}, words.a && words.b ? `Is ${words.b} better than ${words.a}?` : "Is one run better than another?"), h("div", { class: "tools" }, select("a", "first "), select("b", "second ")));
   main.replaceChildren(head);
   if (!words.a || !words.b) {
     main.append(empty("Choose two runs: their last evaluations are compared problem by problem, their curves drawn over each other."));
     return;
   }
   const found = await api("compare", { a: words.a, b: words.b, at_a: words.at_a, at_b: words.at_b });
-  const at = (side) => h("label", {}, `${side.toUpperCase()} at `, h("select", { onchange: (event) => change({ [`at_${side}`]: event.target.value }) },
+  const at = (side) => h("label", {}, `${found[side]} at `, h("select", { onchange: (event) => change({ [`at_${side}`]: event.target.value }) },
     found.offered[side].map((each) => h("option", { value: each.name, selected: each.name === found.chosen[side] }, `${each.evaluation}, version ${each.step} (${fixed(each.reward)})`))));
   const verdicts = found.lessons.map((lesson) => h("li", { class: lesson.verdict }, lesson.words));
   main.append(
     h("section", { class: "card" }, h("header", {}, h("h2", {}, "Held-out reward, paired by problem"), h("div", { class: "tools" }, at("a"), at("b"))),
-      found.lessons.length ? [h("ul", { class: "verdicts" }, verdicts), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Differences with their intervals" }, intervals(found.lessons)),
-        table([["lesson", (l) => l.lesson], ["B − A", (l) => signed(l.difference), "n"], ["95% from", (l) => signed(l.low), "n"], ["to", (l) => signed(l.high), "n"],
-          ["problems", (l) => num(l.problems), "n"], ["without a pair", (l) => num(l.unpaired), "n"], ["by chance", (l) => fixed(l.chance), "n"]], found.lessons, "Differences by lesson")]
+      found.lessons.length ? [h("ul", { class: "verdicts" }, verdicts), found.same_recipe ? h("p", { class: "caution" }, found.caution) : null, h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Differences with their intervals" }, intervals(found.lessons, found.a, found.b)),
+        table([["lesson", (l) => l.lesson], [`${found.b} − ${found.a}`, (l) => signed(l.difference), "n"], ["95% from", (l) => signed(l.low), "n"], ["to", (l) => signed(l.high), "n"],
+          ["problems", (l) => num(l.problems), "n"], ["without a pair", (l) => num(l.unpaired), "n"], ["by chance", (l) => l.chance < 0.001 ? "< 0.001" : fixed(l.chance), "n"]], found.lessons, "Differences by lesson"),
+        h("p", { class: "note" }, "By chance: how probable a difference as large, either way, is between policies that are equal.")]
         : empty("The two have no lesson in common whose held-out rollouts are kept, so nothing can be said about which is better."),
-      h("p", { class: "note" }, found.caution)));
+      found.same_recipe ? null : h("p", { class: "note" }, found.caution)));
   await curvesOver(main, found);
   main.append(h("section", { class: "card" }, h("h2", {}, "Settings that differ"),
-    found.settings.length ? table([["key", (row) => h("code", {}, row[0])], ["A", (row) => row[1] ?? "–"], ["B", (row) => row[2] ?? "–"]], found.settings, "Settings that differ")
+    found.settings.length ? table([["key", (row) => h("code", {}, row[0])], [found.a, (row) => row[1] ?? "–"], [found.b, (row) => row[2] ?? "–"]], found.settings, "Settings that differ")
       : empty("Their configurations are the same, seed included.")));
+}
+
+/** Where one run is chosen and there is exactly one other, that is chosen, too. */
+function withTheOther(here, runs) {
+  const { a, b } = here.words, others = runs.filter((run) => run.name !== (a || b));
+  if (Boolean(a) === Boolean(b) || runs.length !== 2 || others.length !== 1) return here;
+  history.replaceState(null, "", link("compare", null, { ...here.words, [a ? "b" : "a"]: others[0].name }));
+  return parse();
 }
 
 const BY = { update: "update", tokens: "tokens trained", seconds: "seconds since the start" };
@@ -91,7 +101,7 @@ function over(curves, name, by) {
     const start = Math.min(...Object.values(curves).flatMap((each) => each.time.slice(0, 1)));
     return { x: curve.time.map((time) => time - start), y: curve.mean };
   }
-  if (by === "update") return { x: curve.step, y: curve.mean };
+  if (by === "update") return { x: curve.step, y: curve.mean, block: curve.block };
   const counts = curves["train/tokens"]?.step.length ? curves["train/tokens"] : curves["train/steps"];
   if (!counts?.step.length) return { x: [], y: [] };
   const sums = [];
