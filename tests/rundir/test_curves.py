@@ -33,9 +33,6 @@ def test_a_resume_supersedes_rows_of_its_own_step_and_beyond_metric_by_metric(tm
     assert steps.tolist() == [1, 2, 4] and values.tolist() == [1.0, 20.0, 40.0] and times.tolist() == [101, 102, 104]
     assert curves.series("held")[1].tolist() == [5.0]
     assert curves.names == ["held", "loss"] and curves.last("loss") == 40.0 and curves.last("none") is None
-    written(path, [row(5, loss=None)])
-    read(curves)
-    assert curves.last("loss") == 40.0, "a block without a number says nothing"
 
 
 def test_rows_within_one_block_supersede_each_other_too(tmp_path):

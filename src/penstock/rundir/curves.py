@@ -91,8 +91,8 @@ class Curves:
     def last(self, name: str) -> float | None:
         """The newest number of a metric; None where there is none."""
         with self._lock:
-            blocks = [rows.values[name] for rows in reversed(self._rows) if name in rows.values]
-        return next((float(found[-1]) for each in blocks if len(found := each[np.isfinite(each)])), None)
+            values = next((rows.values[name] for rows in reversed(self._rows) if name in rows.values), None)
+        return None if values is None else float(values[np.isfinite(values)][-1])
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Steps, values and times of a metric; empty where there is none."""
