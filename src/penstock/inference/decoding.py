@@ -118,8 +118,7 @@ class Moves(NamedTuple):
         pages = [(row, slot, at) for slot, (row, reach) in sources.items() for at in range(0, reach, size)]
         found = np.zeros((3, slots * -(-length // size)), np.int32)
         found[:, : len(pages)] = np.array(pages, np.int32).reshape(-1, 3).T
-        rows, targets, starts = map(jax.device_put, found)
-        return cls(rows, targets, starts, jax.device_put(np.int32(len(pages))))
+        return cls(*jax.device_put((*found, np.int32(len(pages)))))
 
 
 def insert(

@@ -1,12 +1,11 @@
 """What one dispatch of decode steps is given and what it returns, on the device and in host memory."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float32, Int32, UInt32
+from jaxtyping import Array, Float32, Int32, Int64, UInt32
 
 from penstock.types import SAMPLING_FIELDS, Alternatives
 
@@ -126,21 +125,26 @@ class PrefixIndex:
     """Knows which texts the cache holds, slot by slot, under the weights that are served."""
 
     def __init__(self) -> None:
-        self._held: dict[int, np.ndarray] = {}
-        self._used: dict[int, int] = defaultdict(int)
+        self._texts = np.full((0, 0), _NO_TOKEN, np.int32)  # [slots, longest], padded
+        self._lengths = np.zeros(0, np.int64)
+        self._is_held = np.zeros(0, np.bool_)  # given for a response's text, which may be empty
+        self._used = np.zeros(0, np.int64)
         self._clock = 0
-        self._shared: dict[bytes, dict[int, int]] = {}  # of texts that were asked for since anything changed
+        self._shared: dict[bytes, np.ndarray] = {}  # of texts that were asked for since anything changed
 
     def begin(self, slot: int, held: np.ndarray) -> None:
         """The slot is given to another response, and of what it held only this stays."""
-        self._held[slot] = held
-        self._shared.clear()
-        self.touch(slot)
+        self._grow(slot + 1, len(held))
+        self._is_held[slot] = True
+        self.note(slot, held)
 
     def note(self, slot: int, held: np.ndarray) -> None:
         """The slot of a response holds this now, unless what it was given for is forgotten."""
-        if slot in self._held:
-            self._held[slot] = held
+        if slot < len(self._is_held) and self._is_held[slot]:
+            self._grow(slot + 1, len(held))
+            self._texts[slot, : len(held)] = held
+            self._texts[slot, len(held) :] = _NO_TOKEN
+            self._lengths[slot] = len(held)
             self._shared.clear()
             self.touch(slot)
 
@@ -151,39 +155,76 @@ class PrefixIndex:
 
     def common(self, slot: int, text: np.ndarray) -> int:
         """How many tokens of that beginning the slot holds."""
-        held = self._held.get(slot, text[:0])
-        differ = held[: len(text)] != text[: len(held)]
-        return int(differ.argmax()) if differ.any() else len(differ)
-
-    def _commons(self, text: np.ndarray) -> dict[int, int]:
-        """`common` of each slot that holds anything; samples of one prompt ask the same."""
-        key = text.tobytes()
-        if key not in self._shared:
-            self._shared[key] = {slot: self.common(slot, text) for slot in self._held}
-        return self._shared[key]
+        return int(_common(self._texts[slot : slot + 1], text).sum())
 
     def longest(self, text: np.ndarray) -> tuple[int, int]:
         """The first slot that holds the most tokens of that beginning, and how many; −1 where none holds any."""
-        found = max(((common, -slot) for slot, common in self._commons(text).items()), default=(0, 1))
-        return (-found[1], found[0]) if found[0] else (-1, 0)
+        shared = self._commons(text)
+        slot = int(shared.argmax()) if len(shared) else -1
+        return (slot, int(shared[slot])) if slot >= 0 and shared[slot] else (-1, 0)
 
     def home(self, text: np.ndarray, free: Sequence[int]) -> int | None:
         """The free slot in which that text can go on with at least half of what is there, and how much that is."""
         shared = self._commons(text)
-        fits = [slot for slot in free if 0 < len(self._held.get(slot, ())) <= 2 * shared[slot]]
-        return max(fits, key=lambda slot: (shared[slot], -slot), default=None)
+        fits = np.where(self._lengths <= 2 * shared, shared, 0)
+        if not fits.any():
+            return None
+        slots = np.array([slot for slot in free if slot < len(fits)], np.int64)
+        best = fits[slots]
+        return int(slots[best.argmax()]) if best.any() else None
 
     def oldest(self, free: Sequence[int]) -> int:
-        """The slot of which least is lost."""
-        return min(free, key=lambda slot: (slot in self._held, self._used[slot], slot))
+        """The slot of which least is lost, the first of several."""
+        slots = np.array(free, np.int64)
+        self._grow(int(slots.max()) + 1, 0)
+        return int(slots[self._used[slots].argmin()])
 
     @property
     def reach(self) -> int:
         """Positions of the longest text."""
-        return max(map(len, self._held.values()), default=0)
+        return int(self._lengths.max(initial=0))
 
     def clear(self) -> None:
         """Forgets everything."""
-        self._held.clear()
+        self._texts.fill(_NO_TOKEN)
         self._shared.clear()
-        self._used.clear()
+        for each in (self._lengths, self._is_held, self._used):
+            each.fill(0)
+
+    def _commons(self, text: np.ndarray) -> np.ndarray:
+        """`common` of each slot; samples of one prompt ask the same."""
+        key = text.tobytes()
+        if key not in self._shared:
+            self._shared[key] = _common(self._texts, text)
+        return self._shared[key]
+
+    def _grow(self, slots: int, length: int) -> None:
+        """Room for that many."""
+        more = max(0, slots - len(self._texts)), max(0, length - self._texts.shape[1])
+        if any(more):
+            self._texts = np.pad(self._texts, [(0, each) for each in more], constant_values=_NO_TOKEN)
+            self._lengths, self._is_held, self._used = (
+                np.pad(each, (0, more[0])) for each in (self._lengths, self._is_held, self._used)
+            )
+            self._shared.clear()
+
+
+_NO_TOKEN = -1
+_FIRST = 32
+"""Tokens by which most texts differ already."""
+
+
+def _common(texts: Int32[np.ndarray, "slots longest"], text: np.ndarray) -> Int64[np.ndarray, " slots"]:
+    """How many tokens of that beginning each text begins with."""
+    shared = _equal_until(texts[:, :_FIRST], text[:_FIRST])
+    if len(text) > _FIRST:
+        alike = np.flatnonzero(shared == _FIRST)
+        shared[alike] += _equal_until(texts[alike, _FIRST:], text[_FIRST:])
+    return shared
+
+
+def _equal_until(texts: Int32[np.ndarray, "slots longest"], text: np.ndarray) -> Int64[np.ndarray, " slots"]:
+    width = min(texts.shape[1], len(text))
+    differ = np.ones((len(texts), width + 1), np.bool_)  # the last one always
+    np.not_equal(texts[:, :width], text[:width], out=differ[:, :width])
+    return differ.argmax(axis=1)

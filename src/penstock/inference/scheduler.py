@@ -138,6 +138,8 @@ def plan_admission(
 
 def _worthwhile(common: int, text: int, config: EngineConfig, whole: int | None) -> int:
     """How much of what is held of a text of so many tokens is used: all of it, or nothing where that saves nothing."""
+    if not common:
+        return 0
     padded = config.padded_length(text + 1)
     alone = sum(config.pieces(text)) if whole is not None and padded > whole else padded
     rest = sum(config.pieces(text - common))

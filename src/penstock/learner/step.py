@@ -268,10 +268,10 @@ class _Filling(NamedTuple):
 
     def of_samples(self, example: RLExample) -> "list[_Filling]":
         """That of each of the example's samples."""
-        return [
-            self._make(each[span] if isinstance(each, np.ndarray) else each for each in self)
-            for span in sample_spans_of(example)
-        ]
+        spans = sample_spans_of(example)
+        if len(spans) == 1:
+            return [self]
+        return [self._make(each[span] if isinstance(each, np.ndarray) else each for each in self) for span in spans]
 
 
 class _Rows(NamedTuple):

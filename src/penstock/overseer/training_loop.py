@@ -176,9 +176,9 @@ class TrainingLoop:
         self._commit.finish_update(step)
         self._commit.set_current_step(step + 1)
         publish_s, checkpoint_s = self._publish_s, 0.0
+        if self._publish_first and step + 1 < self._goal.step:
+            self._publish()
         if self._owner.checkpoint_due(step + 1):
-            if self._publish_first and step + 1 < self._goal.step:
-                self._publish()
             saving = time.perf_counter()
             self._save(step + 1)
             checkpoint_s = time.perf_counter() - saving

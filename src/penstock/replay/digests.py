@@ -142,7 +142,7 @@ class WeightDigests:
         if not self._expected or rollout.metadata is None:
             return []
         steps, mask = getattr(rollout, "response_weight_steps", None), getattr(rollout, "response_mask", None)
-        sampled = () if steps is None else np.unique(steps[mask]).tolist()
+        sampled = () if steps is None else _distinct(steps[mask])
         return [step for step in sorted({rollout.metadata.weight_step, *sampled}) if step >= self._oldest]
 
     def _proof(self, engine: str, step: int) -> Literal["verified", "unknown", "elsewhere"] | Verdict:
@@ -164,6 +164,13 @@ class WeightDigests:
     def _is_gone(self, engine: str) -> bool:
         name, _, incarnation = engine.rpartition("#")
         return incarnation.isdecimal() and int(incarnation) <= self._gone.get(name, -1)
+
+
+def _distinct(steps: np.ndarray) -> list[int]:
+    """Mostly one, which takes no sorting."""
+    if len(steps) and steps.min() == steps.max():
+        return [int(steps[0])]
+    return np.unique(steps).tolist()
 
 
 def _difference(engine: str, step: int, told: Digests, made: Digests) -> str:
