@@ -1,15 +1,16 @@
 """Seconds until held-out reward reaches a bar, beside TRL's trainer, from the same weights on the same problems.
 
-    python -m benchmarks.time_to_reward FOLDER --trl-python PATH [--seeds 5] [--trainer rloo] [--bar 0.8]
+    python -m benchmarks.time_to_reward FOLDER --trl-python PATH [--seeds 5] [--trainer rloo] [--bar 0.7]
 
 `named_animal` by its recipe (asynchronous, a staleness budget of 1), and TRL's `RLOOTrainer` or `GRPOTrainer` on the
 weights that the run of the same seed began with: the same training prompts and reward function, 16 prompts of 8 answers
 to each optimiser step, one step per batch, Adam with the same coefficients and rate. Every ten updates the policy gives
-eight answers to each of the recipe's held-out problems for decisions; the first mean that is at the bar counts. What is
-counted are the seconds from the start of the process until that is known, with the evaluations of both; Penstock's also
-has what it compares and the files that it writes. Neither evaluates before training. Seeds go in pairs, in turn; each
-run is in FOLDER's ``outcomes.jsonl`` and is not made again. The ratio is the geometric mean of TRL's seconds by
-Penstock's, with Student's 95% interval of its logarithm. Exits with 1 where a mark is missed.
+eight answers to each of the recipe's held-out problems for decisions; the first mean that is at the bar counts, it
+is not 0.8 since a policy that takes one of the four animals for another earns just that, for long. What is counted are
+the seconds from the start of the process until that is known, with the evaluations of both; Penstock's also has what it
+compares and the files that it writes. Neither evaluates before training. Seeds go in pairs, in turn; each run is in
+FOLDER's ``outcomes.jsonl`` and is not made again. The ratio is the geometric mean of TRL's seconds by Penstock's, with
+Student's 95% interval of its logarithm. Exits with 1 where a mark is missed.
 """
 
 import argparse
@@ -159,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trl-python", help="interpreter that has trl and torch")
     parser.add_argument("--trainer", choices=("rloo", "grpo"), default="rloo")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--bar", type=float, default=0.8)
+    parser.add_argument("--bar", type=float, default=0.7)
     parser.add_argument("--updates", type=int, default=320, help="of a run, at most")
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate of Penstock")
     parser.add_argument("--trl-rate", type=float, help="of TRL; by default the same")
