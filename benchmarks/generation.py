@@ -221,10 +221,10 @@ def print_ratios(repeats: int) -> None:
     for number in range(repeats + 1):
         for name, (window, run, _) in cases.items():
             runner.resize(window)
-            jax.block_until_ready(runner.cache)
+            runner.wait()
             began = time.process_time()
             found = run()
-            jax.block_until_ready(runner.cache)
+            runner.wait()
             spent = time.process_time() - began
             steps = int(found.count.max()) if isinstance(found, HostSamples) else 1
             if number:  # the first compiles

@@ -28,6 +28,7 @@ from penstock.rundir import (
     write_records,
 )
 from penstock.types import Decoding, RolloutRecord
+from penstock.types.generation import STAGES
 
 PLAIN = (
     "lesson_id", "env_name", "env_example_id", "oldest_weight_step", "episode_reward", "finish_reason",
@@ -46,12 +47,12 @@ def make_records(workload: Workload, rows: int) -> list[RolloutRecord]:
             prompt_tokens=rng.integers(0, 50_000, workload.shape.prompt, np.int32),
             response_tokens=rng.integers(0, 50_000, length, np.int32),
             response_logprobs=-rng.exponential(1.0, length).astype(np.float32),
+            timings={"generate_s": 0.5, **dict.fromkeys(STAGES, 0.1), "tool_s": 0.1, "reward_s": 0.1},
         )
         for number in range(rows)
     ]
     return [
-        RolloutRecord(rollout, rollout.group_id, {"generate_s": 0.5}, f"{rollout.env_name}:{rollout.env_example_id}")
-        for rollout in rollouts
+        RolloutRecord(rollout, rollout.group_id, f"{rollout.env_name}:{rollout.env_example_id}") for rollout in rollouts
     ]
 
 
@@ -103,7 +104,7 @@ def plain_row(record: RolloutRecord) -> dict[str, Any]:
         "newest_weight_step": int(rollout.response_weight_steps.max()),
         "turns": [asdict(turn) for turn in rollout.turns],
         "decoding": vars_of(rollout.decoding),
-        "timings": list(record.timings.items()),
+        "timings": list(rollout.timings.items()),
         **{name: getattr(rollout, name) for name in PLAIN},
     }
 

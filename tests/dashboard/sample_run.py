@@ -49,8 +49,9 @@ def rollout(
         response_weight_steps=np.where(sampled, steps, -1).astype(np.int32),
         turns=tuple(turns),
         decoding=Decoding(max_output_tokens=64),
+        timings={"generate_s": 0.25},
     )
-    return RolloutRecord(made, group_id, {"generate_s": 0.25}, f"{lesson_id}_env:7")
+    return RolloutRecord(made, group_id, f"{lesson_id}_env:7")
 
 
 def group(group_id: str, answers: Sequence[tuple[str, float]], weight_steps: Sequence[int] = (0,), **named) -> list:

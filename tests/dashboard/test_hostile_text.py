@@ -34,8 +34,9 @@ def run_dir(tmp_path_factory):
             env_example_id=hostile("example"), finish_reason=hostile("finish"),
             metadata=RolloutMetadata(hostile("worker"), 1e300, 0), decoding=Decoding(stop_strings=(hostile("stop"),)),
             turns=tuple(Turn(hostile(t.role), hostile(t.content), t.start, t.stop) for t in made.turns),
+            timings={hostile("time"): 1.0},
         )  # fmt: skip
-        records.append(replace(record, rollout=made, group_id=hostile("group"), timings={hostile("time"): 1.0}))
+        records.append(replace(record, rollout=made, group_id=hostile("group")))
     write_records(directory.rollouts / "part-a.parquet", records)
     fates = JsonLinesLog(directory.fates_path)
     for rollout_id in (f"{hostile('group')}/0", "gone/0"):

@@ -2,6 +2,8 @@
 
 import sys
 import threading
+import time
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -42,8 +44,8 @@ class Asked(AgentEnvironment):
 def served(directory):  # noqa: F811
     contexts: list[Served] = []
 
-    def make(answers, ordered=True) -> Served:
-        contexts.append(Served(Tokenizer.load(directory("qwen2.5")), answers, ordered=ordered))
+    def make(answers, ordered=True, of=Served) -> Served:
+        contexts.append(of(Tokenizer.load(directory("qwen2.5")), answers, ordered=ordered))
         return contexts[-1]
 
     yield make
@@ -93,6 +95,30 @@ def test_requests_that_go_on_with_one_another_token_by_token_are_one_sample(serv
     assert [turn.role for turn in rollout.turns] == ["user", "assistant", "user", "assistant"]
     said = context.tokenizer.decode(rollout.response_tokens[rollout.response_mask], False)
     assert said == "41<|im_end|>42<|im_end|>"
+
+
+def test_seconds_of_an_agent_are_of_tools_but_for_its_requests_and_what_it_does_after_the_last(served):
+    class Slow(Served):
+        """Each answer takes 40 ms."""
+
+        def generate(self, *asked):
+            time.sleep(0.04)
+            taken = {"timings": {"decode_s": 0.04}, "finished_s": time.monotonic()}
+            return [[replace(done, **taken) for done in answers] for answers in super().generate(*asked)]
+
+    def dawdling(base_url, api_key, example):
+        with agents.client(base_url, api_key) as client:
+            for pause_s in (0.03, 0.05):
+                client.completions.create(model="x", prompt="?")
+                time.sleep(pause_s)
+        return 0.5
+
+    context = served(["41", "42"], of=Slow)
+    began = time.monotonic()
+    (rollout,), _ = play(context, Asked(dawdling))
+    took_s, timings = time.monotonic() - began, rollout.timings
+    assert timings["decode_s"] == 0.08 and timings["tool_s"] >= 0.03 and timings["reward_s"] >= 0.05
+    assert timings.keys() == {"decode_s", "tool_s", "reward_s"} and sum(timings.values()) <= took_s
 
 
 def test_requests_beside_one_another_are_samples_of_their_own(served):

@@ -1,5 +1,8 @@
 """Rollouts built turn by turn."""
 
+import time
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -49,6 +52,16 @@ def test_two_turns_with_a_tool_between_them():
     ]
 
 
+def test_what_its_responses_took_is_summed_and_what_else_it_spent_stands_beside():
+    episode = EpisodeBuilder("ask", PROMPT, Decoding())
+    episode.say(replace(said([20], [-1.0], [4], 4), timings={"wait_s": 0.5, "decode_s": 1.0}))
+    episode.spend("tool_s", 0.125)
+    episode.hear("told", np.array([30], np.int32))
+    episode.say(replace(said([40], [-3.0], [6], 3), timings={"prefill_s": 0.25, "decode_s": 2.0}))
+    expected = {"wait_s": 0.5, "prefill_s": 0.25, "decode_s": 3.0, "tool_s": 0.125}
+    assert episode.rollout("env", "problem").timings == expected
+
+
 @pytest.mark.parametrize(("tokens", "reason"), [([20], "aborted"), ([], "stop")])
 def test_an_answer_that_did_not_come_about_has_no_reward(tokens, reason):
     episode = EpisodeBuilder("ask", PROMPT, Decoding())
@@ -69,6 +82,18 @@ class Counting(GroupScoredEnvironment):
         lengths = [len(completion.text) for completion in completions]
         rewards = [float(length == max(lengths)) for length in lengths]
         return rewards if example.prompt == "b" else Scores(rewards, {"longest": max(lengths)})
+
+
+def test_answers_that_are_scored_together_have_the_seconds_of_all(policy, decoding):
+    class Slow(Counting):
+        def score_group(self, example, completions):
+            time.sleep(0.03)
+            return super().score_group(example, completions)
+
+    groups, _ = Slow("counting").sample(policy("x<eos>"), 2, 3, decoding, 0, "train")
+    for group in groups:
+        (reward_s,) = {rollout.timings["reward_s"] for rollout in group.rollouts}
+        assert reward_s >= 0.03
 
 
 def test_metrics_of_a_group_are_averaged_over_the_groups_that_have_them(policy, decoding):

@@ -163,6 +163,25 @@ def test_a_conversation_whose_time_is_up_ends_between_turns(monkeypatch):
     assert metrics["ended_by_seconds"] == 1.0 and metrics["turns"] == 2.0 and rollout.episode_reward == 0.0
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_seconds_of_the_environment_are_of_tools_between_answers_and_of_the_reward_after_the_last(ordered):
+    class Slow(Guess):
+        def respond(self, conversation):
+            time.sleep(0.03)
+            return super().respond(conversation)
+
+        def score(self, conversation):
+            time.sleep(0.05)
+            return super().score(conversation)
+
+    began = time.monotonic()
+    (rollout,), _, _ = play(Slow(), ["5", "9", "7"], ordered=ordered)
+    took_s = time.monotonic() - began
+    assert set(rollout.timings) == {"tool_s", "reward_s"}  # scripted answers take no time
+    assert rollout.timings["tool_s"] >= 0.06 and rollout.timings["reward_s"] >= 0.05
+    assert rollout.timings["tool_s"] + rollout.timings["reward_s"] <= took_s
+
+
 def test_an_answer_of_the_environment_that_never_comes_fails_its_group_by_name():
     released = threading.Event()
 

@@ -37,7 +37,7 @@ def rollout(index, length):
         RolloutMetadata("worker-0", 1700000000.25, 4, 1), f"cats-0-3/{index}", "cats",
         np.arange(length) % 2 == 0, np.full(length, 4, np.int32), 4,
         (Turn("user", "Say “cat”", 0, 3), Turn("assistant", "cat", 3, 3 + length)),
-        Decoding(0.7, 40, 0.9, 32, (2, 3), ("\n\n", "END")), "length",
+        Decoding(0.7, 40, 0.9, 32, (2, 3), ("\n\n", "END")), "length", timings={"generate_s": 0.4},
     )  # fmt: skip
 
 
@@ -78,9 +78,7 @@ def test_messages_are_read_or_refused(count, sealed):
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_parts_are_read_or_refused(tmp_path, count, compression):
     path = tmp_path / "part-0.parquet"
-    write_records(
-        path, [RolloutRecord(one, "cats-0-3", {"generate_s": 0.4}, "cats:17") for one in ROLLOUTS], compression
-    )
+    write_records(path, [RolloutRecord(one, "cats-0-3", "cats:17") for one in ROLLOUTS], compression)
     good = path.read_bytes()
 
     def target(content):
@@ -93,7 +91,7 @@ def test_parts_are_read_or_refused(tmp_path, count, compression):
 @pytest.mark.parametrize("count", COUNTS)
 def test_other_readers_of_parts_refuse_too(tmp_path, count):
     path = tmp_path / "part-0.parquet"
-    write_records(path, [RolloutRecord(one, "cats-0-3", {}, "cats:17") for one in ROLLOUTS])
+    write_records(path, [RolloutRecord(one, "cats-0-3", "cats:17") for one in ROLLOUTS])
     good = path.read_bytes()
 
     def target(content):

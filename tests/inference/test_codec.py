@@ -112,6 +112,8 @@ def test_a_logprob_that_is_not_finite_stays_so(codec):
         ({"engine": 3}, "engine is 3, not a name"),
         ({"age_s": -0.1}, "age_s is -0.1, not a number of seconds"),
         ({"age_s": "now"}, "age_s is 'now', not a number of seconds"),
+        ({"timings": [1.0]}, r"timings is \[1.0\], not an object"),
+        ({"timings": {"decode_s": -1}}, "decode_s is -1, not a number of seconds"),
         ({"engine": "e" * 257}, "engine is 'e.*, not a name of at most 256"),
         ({"finish_reason": "aborted"}, "finish_reason is 'aborted'"),
     ],

@@ -51,6 +51,20 @@ def test_each_response_says_when_it_was_finished(context):
     assert begun < short.finished_s < long.finished_s <= time.monotonic()
 
 
+def test_each_response_says_how_long_it_waited_for_a_slot_was_prefilled_and_decoded(start_engine, config, codec):
+    """More answers than slots: the last ones wait as long as the first ones take. The stages leave nothing out."""
+    engine = start_engine(shapes=config.model_copy(update={"max_slots": 2}))
+    begun = time.monotonic()
+    (group,) = EngineContext(engine, codec).generate(prompts("abc"), 4, replace(FREE, max_output_tokens=24), [1])
+    took_s = time.monotonic() - begun
+    for completion in group:
+        assert list(completion.timings) == ["wait_s", "prefill_s", "decode_s"]
+        assert min(completion.timings.values()) > 0
+        assert sum(completion.timings.values()) <= completion.finished_s - begun <= took_s
+    first, *_, last = group
+    assert last.timings["wait_s"] >= first.timings["prefill_s"] + first.timings["decode_s"] - 0.001
+
+
 def test_duplicate_prompts_stay_distinct(context):
     first, second = context.generate(prompts("ab", "ab"), 1, FREE, [1, 2])
     assert first[0].response_tokens.tolist() != second[0].response_tokens.tolist()

@@ -112,6 +112,19 @@ def test_what_vllm_said_is_read_token_for_token():
     assert completion.finish_reason == "length"
 
 
+@pytest.mark.parametrize("dialect", [VllmDialect(external(), 128), OpenAiDialect(128)])
+def test_of_what_a_response_took_the_seconds_of_its_request_are_known(monkeypatch, dialect):
+    now = [50.0]
+    monkeypatch.setattr("penstock.inference.external.time.monotonic", lambda: now[0])
+    (request,) = dialect.requests(call(), WordCodec(), "policy", None, None)
+    now[0] += 3.0  # until there is room at a server
+    sent = request.bound_to(SERVER)
+    now[0] += 0.75
+    choice = {"text": "aa"} if isinstance(dialect, OpenAiDialect) else {}
+    ((completion,),) = sent.read(recorded("generate", **choice))
+    assert completion.timings == {"decode_s": 0.75} and completion.finished_s == 53.75
+
+
 def test_a_response_ends_at_the_token_that_completes_a_stop_string():
     (request,) = asked(call(max_output_tokens=40, stop_strings=("a",)))
     tokens = ANSWERS["stopped"]["body"]["choices"][0]["token_ids"]

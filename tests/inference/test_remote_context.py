@@ -80,7 +80,10 @@ def test_completions_are_those_of_the_engine(remote, local, decoding):
     groups, answered = remote.generate(*asked), time.monotonic()
     expected = local.generate(*asked)
     assert [len(group) for group in groups] == [2, 2, 2]
-    assert all(begun < completion.finished_s <= answered for group in groups for completion in group)
+    for completion in (each for group in groups for each in group):
+        assert begun < completion.finished_s <= answered
+        assert list(completion.timings) == ["wait_s", "prefill_s", "decode_s"]
+        assert 0 < sum(completion.timings.values()) <= answered - begun
     for group, other in zip(groups, expected, strict=True):
         for completion, same in zip(group, other, strict=True):
             assert_same(completion, same)

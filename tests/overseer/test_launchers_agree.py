@@ -43,6 +43,17 @@ def said(run_dir: Path) -> dict[str, list[tuple[str, list[int]]]]:
     return found
 
 
+def check_timings(run_dir: Path) -> None:
+    """Every stored rollout says what it took, and its stages are no more than the whole."""
+    paths = [*(run_dir / "rollouts").glob("part-*.parquet"), *(run_dir / "evaluations").iterdir()]
+    for record in (each for path in paths for each in read_records(path)):
+        timings = dict(record.rollout.timings)
+        assert timings.keys() == {"wait_s", "prefill_s", "decode_s", "reward_s", "generate_s"}
+        assert min(timings.values()) >= 0 < timings["decode_s"]
+        whole, _ = timings.pop("generate_s"), timings.pop("reward_s")  # which comes after it
+        assert sum(timings.values()) <= whole + 1e-5  # servers tell microseconds
+
+
 def test_staleness_zero_is_the_same_to_the_last_bit_in_one_process_and_in_many(tmp_path: Path):
     local, first, second = tmp_path / "local", tmp_path / "first", tmp_path / "second"
     train(tiny(CHANGES), local, quiet=True)
@@ -55,6 +66,8 @@ def test_staleness_zero_is_the_same_to_the_last_bit_in_one_process_and_in_many(t
         kept = ("train/", "rollout/cats/", "env/cats/", "eval/", "eval_report/", "micro_eval/")
         assert numbers(path, *kept) == numbers(local, *kept)
         assert said(path) == said(local)
+    for path in (local, first):
+        check_timings(path)
     names = ["after-0-4", "eval-0-2", "micro_eval-0-1", "micro_eval-0-3", "untrained-0-0"]
     assert list(said(local)) == names
     assert all("env/cats/failed_groups" in numbers(local, "env/")[step] for step in (1, 2, 3, 4))

@@ -28,7 +28,7 @@ def disk_of(sim, path, files=None):
         disk.batches = [StoredBatch(i, WeightVersion(*version), tuple(of)) for i, version, of in files["batches"]]
         for name, group_key, (reward, oldest, newest, time) in files["sealed"]:
             rollout = sim.make_rollout(name, reward=reward, weight_step=oldest, newest_step=newest, timestamp=time)
-            disk.sealed[name] = RolloutRecord(rollout, name.rpartition("/")[0], {}, group_key)
+            disk.sealed[name] = RolloutRecord(rollout, name.rpartition("/")[0], group_key)
     return disk
 
 

@@ -10,7 +10,7 @@ from penstock.types import RLExample, Rollout, RolloutMetadata, RolloutRecord
 def group_records(group_id: str, size: int = 2, length: int = 3, step: int = 0) -> list[RolloutRecord]:
     """A group's records."""
     return [
-        RolloutRecord(_rollout(f"{group_id}/{index}", index, length, step), group_id, {"generate_s": 0.5}, "words:1")
+        RolloutRecord(_rollout(f"{group_id}/{index}", index, length, step), group_id, "words:1")
         for index in range(size)
     ]
 
@@ -28,6 +28,7 @@ def _rollout(rollout_id: str, index: int, length: int, step: int) -> Rollout:
         rollout_id=rollout_id,
         lesson_id="words",
         response_weight_steps=np.full(length, step, np.int32),
+        timings={"generate_s": 0.5},
     )
 
 

@@ -38,7 +38,7 @@ def run(sim, directory):
 
 
 def records(sim, ticket, size=2):
-    return [RolloutRecord(sim.make_rollout(f"{ticket}/{i}"), ticket, {}, "words:1") for i in range(size)]
+    return [RolloutRecord(sim.make_rollout(f"{ticket}/{i}"), ticket, "words:1") for i in range(size)]
 
 
 def test_files_have_the_names_of_the_documentation(run, directory):
@@ -74,7 +74,7 @@ def test_groups_come_back_whole_and_by_name(run, directory):
     assert {record.group_id for record in found} == set(wanted)
     expected = [i for example in run.trained[0].batch.examples for i in example.rollout_ids]
     assert sorted(record.rollout.rollout_id for record in found) == sorted(expected)
-    assert all(record.timings["generate_s"] >= 0 and record.group_key for record in found)
+    assert all(record.group_key for record in found)
     assert len(store.read_records()) > len(found)
 
 

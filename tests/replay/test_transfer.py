@@ -50,13 +50,16 @@ def make_rollout(rollout_id: str = "cats-0-3/0", length: int = 5, **changes) -> 
         turns=(Turn("user", "Say “cat”", 0, 3), Turn("assistant", "cat", 3, 3 + length)),
         decoding=Decoding(0.7, 40, 0.9, 32, (2, 3), ("\n\n", "END")),
         finish_reason="length",
+        timings={"decode_s": 0.25, "generate_s": length / 2},
     )
     return Rollout(**(fields | changes))
 
 
 def make_batch() -> RolloutBatch:
     """Two groups of one problem, whose ids repeat, and a rollout with next to nothing in it."""
-    bare = make_rollout("b/0", 0, response_weight_steps=None, oldest_weight_step=None, turns=(), decoding=Decoding())
+    bare = make_rollout(
+        "b/0", 0, response_weight_steps=None, oldest_weight_step=None, turns=(), decoding=Decoding(), timings={}
+    )
     twins = [RolloutGroup("cats:17", (make_rollout("a/0"), make_rollout("a/1", 9)), "a") for _ in range(2)]
     return RolloutBatch.of((*twins, RolloutGroup("cats:18", (bare,), "b")))
 

@@ -90,6 +90,26 @@ def test_each_rollout_has_the_time_of_its_own_last_response(manager: RolloutMana
     assert times == [pytest.approx(92.0, abs=2.0), pytest.approx(times[0] + 1.0, abs=1e-6), 99.0]
 
 
+def test_a_rollout_says_what_it_took_stage_by_stage_and_whole(manager: RolloutManager, tokenizer):
+    spent = {"wait_s": 0.01, "prefill_s": 0.01, "decode_s": 0.03}
+
+    class Slow(ScriptedContext):
+        """Says how 50 of the 60 ms were spent that it takes."""
+
+        def generate(self, *asked):
+            time.sleep(0.06)
+            (answers,) = super().generate(*asked)
+            return [[replace(done, finished_s=time.monotonic(), timings=spent) for done in answers]]
+
+    began = time.monotonic()
+    batch, _ = manager.sample_batch("cats", 1, 2, context=Slow(tokenizer, ["a cat", "no"]))
+    took_s = time.monotonic() - began
+    for rollout in batch.rollouts():
+        assert set(rollout.timings) == {*spent, "reward_s", "generate_s"}
+        assert {stage: rollout.timings[stage] for stage in spent} == spent
+        assert 0.06 <= rollout.timings["generate_s"] <= took_s - rollout.timings["reward_s"]
+
+
 def test_the_engines_that_answered_are_noted_whatever_an_environment_passes_on(manager: RolloutManager, tokenizer):
     class Servers(ScriptedContext):
         """Every call is answered by another server, but for the third."""

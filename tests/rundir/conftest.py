@@ -24,8 +24,9 @@ def full_record(rollout_id: str = "cats-0-3/1") -> RolloutRecord:
         turns=(Turn("user", "Say “cat”", 0, 3), Turn("assistant", "", 3, 6)),
         decoding=Decoding(0.7, 40, 0.9, 32, (2, 3), ("\n\n", "END")),
         finish_reason="length",
+        timings={"decode_s": 0.25, "generate_s": 0.4},
     )
-    return RolloutRecord(rollout, rollout_id.rpartition("/")[0], {"generate_s": 0.4}, "cats:17")
+    return RolloutRecord(rollout, rollout_id.rpartition("/")[0], "cats:17")
 
 
 def bare_record(rollout_id: str = "cats-0-4/0") -> RolloutRecord:

@@ -31,6 +31,7 @@ def make_rollout(p=3, r=5, steps=True, index=0):
         finish_reason="length",
         sample_starts=(0, p + 1) if r > 1 else (0,),
         rewards_by_function=(("right", 1.0), ("brief", None)),
+        timings={"decode_s": 0.25, "generate_s": 0.5 + index} if steps else {},
     )
 
 

@@ -56,6 +56,7 @@ def a_rollout() -> Rollout:
         turns=(Turn("user", "Say “cat”", 0, 2), Turn("assistant", "", 2, 5)),
         decoding=Decoding(0.7, 40, 0.9, 32, (2, 3), ("\n\n",)),
         finish_reason="length",
+        timings={"generate_s": 0.4},
     )
 
 
@@ -89,7 +90,7 @@ def records():
         group,
         batch,
         RolloutBatchStats.of("cats", batch),
-        RolloutRecord(rollout, "cats-0-3", {"generate_s": 0.4}, "cats:17"),
+        RolloutRecord(rollout, "cats-0-3", "cats:17"),
         an_example(),
         TrainingBatch("batch_x_1", 3, (an_example(),), ("cats-0-3",), {"replay/size": 1.0}),
         Ticket("cats-0-3", "cats", 3, 77, 5, 4, epoch=1, position=2, problem=9),

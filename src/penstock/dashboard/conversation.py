@@ -243,7 +243,7 @@ def _moment(timestamp: float) -> str:
 
 
 def _seconds(stored: StoredRollout) -> str:
-    times = [f"{name.removesuffix('_s')} {seconds:.2f} s" for name, seconds in stored.record.timings.items()]
+    times = [f"{name.removesuffix('_s')} {seconds:.2f} s" for name, seconds in stored.record.rollout.timings.items()]
     return f" ({', '.join(times)})" if times else ""
 
 

@@ -37,7 +37,7 @@ from penstock.types import PenstockError
 Answer = TypeVar("Answer")
 pc: Any = pyarrow.compute  # its functions are made when it is imported, and have no types
 
-VERSION = 1
+VERSION = 2
 """Of the tables below; an index of another version is made again."""
 LOG_BYTES = 4 << 20
 """So much of a log is read at once."""
@@ -47,7 +47,14 @@ PORTION_BYTES = 4 << 20
 MEMORY = "96MB"
 THREADS = 2
 
-_TABLES = """
+STAGES = {
+    "seconds": "generate_s", "waited": "wait_s", "prefill": "prefill_s", "decode": "decode_s", "tool": "tool_s",
+    "scored": "reward_s",
+}  # fmt: skip
+"""Columns of seconds, by their keys in `Rollout.timings`."""
+_STAGES = ", ".join(STAGES)
+
+_TABLES = f"""
 CREATE TABLE about (key VARCHAR, value VARCHAR);
 CREATE TABLE parts (part INTEGER, name VARCHAR, bytes BIGINT);
 CREATE TABLE groups (
@@ -55,8 +62,8 @@ CREATE TABLE groups (
     deadline INTEGER);
 CREATE TABLE rollouts (
     g INTEGER, position INTEGER, reward FLOAT, tokens INTEGER, weight_step INTEGER, newest INTEGER, lineage SMALLINT,
-    time DOUBLE, seconds FLOAT, worker VARCHAR, finish VARCHAR, part INTEGER, row INTEGER,
-    state VARCHAR, step INTEGER, ended DOUBLE, reason VARCHAR, advantage FLOAT);
+    time DOUBLE, {", ".join(f"{name} FLOAT" for name in STAGES)}, worker VARCHAR, finish VARCHAR, part INTEGER,
+    row INTEGER, state VARCHAR, step INTEGER, ended DOUBLE, reason VARCHAR, advantage FLOAT);
 """
 AGE = "r.step - r.weight_step - (r.state IS NULL OR r.state = 'trained')::INTEGER"
 """Updates between the oldest weights behind a rollout and the version that its update, or its end, met."""
@@ -81,15 +88,15 @@ CREATE OR REPLACE TEMP TABLE numbered AS
 SELECT g.g, i.* FROM incoming i JOIN groups g USING (group_id)
 QUALIFY row_number() OVER (PARTITION BY g.g, i.position ORDER BY i.part DESC) = 1
 """
-_KNOWN_ROWS = """
+_KNOWN_ROWS = f"""
 UPDATE rollouts SET reward = n.reward, tokens = n.tokens, weight_step = n.weight_step, newest = n.newest,
-       lineage = n.lineage, time = n.time, seconds = n.seconds, worker = n.worker, finish = n.finish,
-       part = n.part, row = n.row
+       lineage = n.lineage, time = n.time, {", ".join(f"{name} = n.{name}" for name in STAGES)}, worker = n.worker,
+       finish = n.finish, part = n.part, row = n.row
 FROM numbered n WHERE rollouts.g = n.g AND rollouts.position = n.position
 """
-_NEW_ROWS = """
+_NEW_ROWS = f"""
 INSERT INTO rollouts
-SELECT g, position, reward, tokens, weight_step, newest, lineage, time, seconds, worker, finish, part, row,
+SELECT g, position, reward, tokens, weight_step, newest, lineage, time, {_STAGES}, worker, finish, part, row,
        evaluation, CASE WHEN evaluation IS NULL THEN NULL ELSE weight_step END, NULL, NULL, NULL
 FROM numbered n WHERE NOT EXISTS (FROM rollouts r WHERE r.g = n.g AND r.position = n.position) ORDER BY part, row
 """
@@ -441,7 +448,11 @@ def _narrowed(file: pq.ParquetFile, name: str) -> pa.Table:
             "newest": column("newest_weight_step", pa.int32()),
             "lineage": column("lineage", pa.int16()),
             "time": column("timestamp", pa.float64()),
-            "seconds": _seconds(table.column("timings")) if "timings" in have else column("seconds", pa.float32()),
+            **(
+                _seconds(table.column("timings"))
+                if "timings" in have
+                else {name: column(name, pa.float32()) for name in STAGES}
+            ),
             "worker": column("worker_id", pa.string()),
             "finish": column("finish_reason", pa.string()),
             "row": pa.array(range(count), pa.int32()),
@@ -491,15 +502,21 @@ def _positions(ids: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.fill_null(found.cast(pa.int32()), 0)
 
 
-def _seconds(timings: pa.ChunkedArray) -> pa.Array:
+def _seconds(timings: pa.ChunkedArray) -> dict[str, pa.Array]:
+    """By the names of `STAGES`."""
     pair = pa.struct([("key", timings.type.key_type), ("value", timings.type.item_type)])
     lists = timings.cast(pa.list_(pair)).combine_chunks()
     pairs = lists.flatten()  # without what stands behind a null
-    is_wanted = pc.equal(pairs.field(0), "generate_s")
-    found = np.full(len(lists), np.nan, np.float32)
-    rows = pc.list_parent_indices(lists).filter(is_wanted).to_numpy()
-    found[rows] = pairs.field(1).filter(is_wanted).to_numpy(zero_copy_only=False)
-    return pa.array(found, pa.float32(), from_pandas=True)
+    keys, values = pairs.field(0).dictionary_encode(), pairs.field(1).to_numpy(zero_copy_only=False)
+    rows, codes = pc.list_parent_indices(lists).to_numpy(), keys.indices.to_numpy()
+    numbers = {key: code for code, key in enumerate(keys.dictionary.to_pylist())}
+    columns: dict[str, pa.Array] = {}
+    for name, key in STAGES.items():
+        found = np.full(len(lists), np.nan, np.float32)
+        is_wanted = codes == numbers.get(key, -1)
+        found[rows[is_wanted]] = values[is_wanted]
+        columns[name] = pa.array(found, pa.float32(), from_pandas=True)
+    return columns
 
 
 def _problems(keys: pa.ChunkedArray) -> pa.Array:

@@ -104,7 +104,7 @@ class StoredRollout:
             "weight_step": None if metadata is None else metadata.weight_step,
             "newest_weight_step": rollout.newest_weight_step,
             "finish_reason": rollout.finish_reason,
-            "timings": dict(self.record.timings),
+            "timings": dict(rollout.timings),
             "rewards_by_function": dict(rollout.rewards_by_function),
             "turns": [{"role": t.role, "content": t.content, "start": t.start, "stop": t.stop} for t in rollout.turns],
             "sample_starts": list(rollout.sample_starts),

@@ -36,7 +36,7 @@ MOST_KEPT = 8
 MOST_ROWS = 500
 """Of a list, at once."""
 MOST_BARS = 1500
-"""Of a timeline."""
+"""Of a timeline: rollouts, but for the rest of a group."""
 
 WAITING = "waiting"
 Order = Literal["newest", "oldest", "step", "reward", "reward_low", "spread", "tokens", "staleness", "seconds"]
@@ -86,17 +86,22 @@ ORDER BY list_position($groups, s.g)
 # Which groups first, by few numbers of each; then what is shown of those.
 _BARS = """
 WITH lives AS (
-    SELECT r.g, greatest(max(r.time), coalesce(max(r.ended), 0)) AS over,
+    SELECT r.g, greatest(max(r.time), coalesce(max(r.ended), 0)) AS over, count(*) AS n,
            coalesce(any_value(g.admitted), min(r.time)) AS begun
     FROM rollouts r JOIN groups g USING (g) WHERE g.evaluation IS NULL GROUP BY r.g
-), chosen AS (
-    SELECT g, over FROM lives WHERE ($low IS NULL OR over >= $low) AND ($high IS NULL OR begun <= $high)
+), latest AS (
+    SELECT g, over, n FROM lives WHERE ($low IS NULL OR over >= $low) AND ($high IS NULL OR begun <= $high)
     ORDER BY over DESC LIMIT $most
+), chosen AS (
+    SELECT g, over FROM latest QUALIFY coalesce(sum(n) OVER (ORDER BY over DESC, g ROWS BETWEEN UNBOUNDED PRECEDING
+                                                             AND 1 PRECEDING), 0) < $most
 )
 SELECT g.group_id, g.lesson, any_value(g.admitted) AS admitted, min(r.time - r.seconds) AS began,
        max(r.time) AS finished, max(r.ended) AS ended, any_value(r.worker) AS worker, avg(r.reward) AS reward,
        max(r.step) AS step, list_sort(list_distinct(list(coalesce(r.state, 'waiting')))) AS states,
-       sum(r.tokens)::BIGINT AS tokens, min(r.weight_step) AS oldest
+       list([r.position, r.time, r.seconds, r.waited, r.prefill, r.decode, r.tool, r.scored, r.ended,
+             r.reward]::DOUBLE[] ORDER BY r.position) AS lives,
+       list(coalesce(r.state, 'waiting') ORDER BY r.position) AS fates
 FROM rollouts r JOIN chosen c USING (g) JOIN groups g USING (g)
 GROUP BY g.group_id, g.lesson ORDER BY any_value(c.over) DESC
 """
@@ -417,7 +422,7 @@ def _conversation(
         "environment": rollout.env_name,
         "prompt_tokens": prompt,
         "sampled": rollout.sampled_tokens,
-        "timings": dict(record.timings),
+        "timings": dict(rollout.timings),
         "rewards_by_function": [list(pair) for pair in rollout.rewards_by_function],
         "decoding": {"temperature": decoding.temperature, "max_output_tokens": decoding.max_output_tokens,
                      **{name: value for name, value in decoding.truncation.items()}},

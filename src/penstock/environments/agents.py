@@ -161,7 +161,7 @@ class AgentEnvironment(ExampleEnvironment):
         return []
 
     def _attempt(self, context: AgentContext, task: Task, position: int, decoding: Decoding) -> "_Attempt | Failure":
-        session = context.session(decoding, fold(task.seed, "agent", position))
+        session, began = context.session(decoding, fold(task.seed, "agent", position)), time.monotonic()
         try:
             try:
                 said = self._said(session, task.example)
@@ -173,7 +173,9 @@ class AgentEnvironment(ExampleEnvironment):
                     f"the agent asked the policy nothing about {task.example.example_id!r}: its requests go to the "
                     "base URL that it is given (OPENAI_BASE_URL), with the key (OPENAI_API_KEY)"
                 )
-            rollout, samples = rollout_of(completions, context.tokenizer, decoding, reward, self.name, task.example)
+            rollout, samples = rollout_of(
+                completions, context.tokenizer, decoding, reward, self.name, task.example, time.monotonic() - began
+            )
         except FAILURES as failure:
             return failure
         numbers = {"answers": len(completions), "samples": samples, "overridden": session.overridden}
@@ -242,6 +244,7 @@ def rollout_of(
     reward: float,
     env_name: str,
     example: Example,
+    whole_s: float = 0.0,
 ) -> tuple[Rollout, int]:
     """The rollout of an agent's requests, and how many samples it has.
 
@@ -252,11 +255,12 @@ def rollout_of(
         reward: At the last token.
         env_name: Of the environment, which stands on it.
         example: What the agent was asked to solve.
+        whole_s: Seconds from its start until now.
 
     Raises:
         EnvironmentFailure: a request was aborted.
     """
-    samples = _samples(completions)
+    samples, now = _samples(completions), time.monotonic()
     first = samples[0][0].prompt_tokens
     episode = EpisodeBuilder(tokenizer.decode(first, skip_special_tokens=False), first, decoding)
     for number, sample in enumerate(samples):
@@ -270,6 +274,11 @@ def rollout_of(
                     episode.hear(tokenizer.decode(new, skip_special_tokens=False), new, "user")
             episode.say(completion)
     episode.credit(reward)
+    ends = [completion.finished_s for completion in completions if completion.finished_s is not None]
+    after_s = min(whole_s, now - max(ends, default=now))
+    asked_s = sum(seconds for completion in completions for seconds in completion.timings.values())
+    episode.spend("tool_s", max(0.0, whole_s - after_s - asked_s))
+    episode.spend("reward_s", after_s)
     return episode.rollout(env_name, example.example_id), len(samples)
 
 

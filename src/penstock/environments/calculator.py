@@ -17,6 +17,7 @@ bounded by the length of the expression.
 """
 
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -240,9 +241,11 @@ class CalculatorEnvironment(ExampleEnvironment):
         tokenizer = inference_ctx.tokenizer
         said = tokenizer.decode(completion.response_tokens)
         if completion.finish_reason == "stop" and _CALL.search(said):
+            began = time.monotonic()
             episode.credit(_call_credit(said, task.example.answer))
             told = tool_reply(said)
             tokens = tokenizer.encode(told)
+            episode.spend("tool_s", time.monotonic() - began)
             attempt.waits = len(tokens) <= budget.tool_tokens
             if attempt.waits:
                 episode.hear(told, tokens)

@@ -8,6 +8,7 @@ Most environments are made from `SingleTurnEnvironment`, which asks its subclass
 of one answer, or `GroupScoredEnvironment`, for a score of all the answers to one problem at once.
 """
 
+import time
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
@@ -57,6 +58,7 @@ class EpisodeBuilder:
         self._oldest_weight_step: int | None = None
         self._finish_reason: FinishReason = "stop"
         self._starts = [0]
+        self._timings: dict[str, float] = {}
         self._turns = [Turn("user", prompt_text(prompt), 0, len(prompt_tokens))]
 
     @property
@@ -98,6 +100,8 @@ class EpisodeBuilder:
         oldest = completion.oldest_weight_step
         self._oldest_weight_step = oldest if seen is None else min(seen, oldest)
         self._finish_reason = completion.finish_reason
+        for stage, seconds in completion.timings.items():
+            self.spend(stage, seconds)
 
     def hear(self, text: str, tokens: np.ndarray, role: Role = "tool") -> None:
         """Adds what the policy is told: no log-probabilities, outside the loss mask.
@@ -125,6 +129,10 @@ class EpisodeBuilder:
         """Adds reward at the latest token."""
         self._rewards[self.response_length - 1] = self._rewards.get(self.response_length - 1, 0.0) + reward
 
+    def spend(self, stage: str, seconds: float) -> None:
+        """Adds to a stage of `Rollout.timings`; what its responses took is there already."""
+        self._timings[stage] = self._timings.get(stage, 0.0) + seconds
+
     def cut(self) -> None:
         """Marks the episode as ended by a length limit instead of by the policy."""
         self._finish_reason = "length"
@@ -151,6 +159,7 @@ class EpisodeBuilder:
             finish_reason=self._finish_reason,
             sample_starts=tuple(self._starts),
             rewards_by_function=tuple(by_function),
+            timings=dict(self._timings),
         )
 
     def _append(self, role: Role, text: str, tokens: np.ndarray) -> None:
@@ -185,14 +194,16 @@ class GroupScoredEnvironment(ExampleEnvironment):
         ]
 
     def _finish(self, task: Task, completions: list[Completion], decoding: Decoding) -> Outcome:
+        began = time.monotonic()
         try:
             scored = self.score_group(task.example, completions)
+            reward_s = time.monotonic() - began
             scores = scored if isinstance(scored, Scores) else Scores(scored)
             rewards = check_rewards(scores.rewards, len(completions), type(self).__name__)
             names = tuple(scores.by_function)
             parts = list(zip(*scores.by_function.values(), strict=True)) or [()] * len(completions)
             rollouts = [
-                self._rollout(task, completion, reward, decoding, zip(names, given, strict=True))
+                self._rollout(task, completion, reward, decoding, zip(names, given, strict=True), reward_s)
                 for completion, reward, given in zip(completions, rewards, parts, strict=True)
             ]
             return Played(rollouts, validate_metrics(scores.metrics, self.name)) if scores.metrics else rollouts
@@ -213,10 +224,12 @@ class GroupScoredEnvironment(ExampleEnvironment):
         reward: float,
         decoding: Decoding,
         by_function: Iterable[tuple[str, float | None]],
+        reward_s: float,
     ) -> Rollout:
         episode = EpisodeBuilder(task.prompt, task.prompt_tokens, decoding)
         episode.say(completion)
         episode.credit(reward)
+        episode.spend("reward_s", reward_s)
         return episode.rollout(self.name, task.example.example_id, by_function)
 
 

@@ -160,6 +160,7 @@ class _Attempt:
 
     def take(self, answer: Completion | Failure) -> None:
         """The policy's turn, and what the environment makes of it; an environment's own mistake is its group's."""
+        began = time.monotonic()
         try:
             if isinstance(answer, Failure):
                 raise answer
@@ -167,8 +168,10 @@ class _Attempt:
             self.conversation.say(answer.text, answer)
             self._go_on(answer)
             self._note_credits()
-            if self.conversation.ending is not None:
-                self._finish()
+            if self.conversation.ending is None:
+                self._episode.spend("tool_s", time.monotonic() - began)
+            else:
+                self._finish(began)
         except FAILURES as failure:
             self.failure = failure
 
@@ -244,10 +247,11 @@ class _Attempt:
         for reward in check_rewards(credits, len(credits), f"{type(self._environment).__name__}: credit"):
             self._episode.credit(reward)
 
-    def _finish(self) -> None:
+    def _finish(self, began: float) -> None:
         source = f"{type(self._environment).__name__}.score"
         self._episode.credit(*check_rewards([self._asked(self._environment.score)], 1, source))
         by_function = self._environment.rewards_by_function(self.conversation)
+        self._episode.spend("reward_s", time.monotonic() - began)
         self.rollout = self._episode.rollout(self._environment.name, self._task.example.example_id, by_function.items())
 
     def _asked(self, method: Callable[[Conversation], T]) -> T:

@@ -449,6 +449,7 @@ def _record(completion: Completion) -> dict[str, Any]:
         "oldest_weight_step": completion.oldest_weight_step,
         "lineage": completion.lineage,
         "engine": completion.engine,
+        "timings": {stage: round(seconds, 6) for stage, seconds in completion.timings.items()},
         "age_s": 0.0 if completion.finished_s is None else round(time.monotonic() - completion.finished_s, 6),
     }
 

@@ -28,6 +28,7 @@ from penstock.types import (
     TextCodec,
     WeightVersion,
 )
+from penstock.types.generation import STAGES
 
 REQUEST_TOKENS = 16_384
 """A call with more tokens, prompts and longest responses together, goes in several requests, to several servers."""
@@ -254,6 +255,7 @@ class _Reader:
             finish_reason=_finish_reason(choice),
             engine=_engine(choice),
             finished_s=_finished_s(choice),
+            timings=_timings(choice),
         )
 
 
@@ -294,11 +296,20 @@ def _engine(choice: dict[str, Any]) -> str:
 def _finished_s(choice: dict[str, Any]) -> float | None:
     """By this process's monotonic clock; an answer is read as soon as it is here."""
     age_s = choice.get("age_s")
-    if age_s is None:
-        return None
-    if type(age_s) not in (int, float) or not 0 <= age_s < math.inf:
-        raise ValueError(f"age_s is {age_s!r:.100}, not a number of seconds")
-    return time.monotonic() - age_s
+    return None if age_s is None else time.monotonic() - _seconds("age_s", age_s)
+
+
+def _timings(choice: dict[str, Any]) -> dict[str, float]:
+    given = choice.get("timings", {})
+    if not isinstance(given, dict):
+        raise ValueError(f"timings is {given!r:.100}, not an object")
+    return {stage: _seconds(stage, given[stage]) for stage in STAGES if stage in given}
+
+
+def _seconds(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r:.100}, not a number of seconds")
+    return float(value)
 
 
 def _finish_reason(choice: dict[str, Any]) -> FinishReason:

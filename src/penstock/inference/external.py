@@ -12,6 +12,7 @@ Not covered: how servers are given weights (`penstock.inference.vllm_control`).
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -268,14 +269,14 @@ class VllmDialect:
         return ServerRequest(
             _body(body),
             asked.tokens,
-            partial(self._read, asked, server, served, named),
+            partial(self._read, asked, server, served, named, time.monotonic()),
             path=GENERATE,
             busy=BUSY,
             behind=_BEHIND,
         )
 
     def _read(
-        self, asked: _Asked, server: Server, served: WeightVersion, named: str, content: bytes
+        self, asked: _Asked, server: Server, served: WeightVersion, named: str, sent_s: float, content: bytes
     ) -> list[list[Completion]]:
         try:
             answer, choice = _choice(content)
@@ -304,6 +305,8 @@ class VllmDialect:
             text=asked.text(tokens[:count]),
             finish_reason=reason,
             engine=str(server),
+            finished_s=(now := time.monotonic()),
+            timings={"decode_s": now - sent_s},
         )
         return [[completion]]
 
@@ -363,16 +366,17 @@ class OpenAiDialect:
         """One per response; the prompt goes as text."""
         return [
             ServerRequest(
-                _body({"model": model, "prompt": tokenizer.decode(asked.prompt, False), "n": 1} | _openai(asked)),
-                asked.tokens,
-                _TextReader(asked, "external"),
-                session,
-                target,
-                busy=BUSY,
-                behind=_BEHIND,
+                b"", asked.tokens, _unbound, session, target, busy=BUSY, behind=_BEHIND, bind=partial(_as_text, asked)
             )
             for asked in _asked(call, tokenizer, model, self._max_seq_len, None)
         ]
+
+
+def _as_text(asked: _Asked, server: Server) -> ServerRequest[list[list[Completion]]]:
+    """Of any server, sent now."""
+    body = {"model": asked.model, "prompt": asked.tokenizer.decode(asked.prompt, False), "n": 1} | _openai(asked)
+    read = _TextReader(asked, time.monotonic())
+    return ServerRequest(_body(body), asked.tokens, read, busy=BUSY, behind=_BEHIND)
 
 
 def _openai(asked: _Asked) -> dict[str, Any]:
@@ -385,7 +389,7 @@ def _openai(asked: _Asked) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True, eq=False)
 class _TextReader:
     asked: _Asked
-    engine: str
+    sent_s: float
 
     def __call__(self, content: bytes) -> list[list[Completion]]:
         try:
@@ -403,6 +407,8 @@ class _TextReader:
             lineage=FIXED.lineage,
             text=text,
             finish_reason=reason,
-            engine=self.engine,
+            engine="external",
+            finished_s=(now := time.monotonic()),
+            timings={"decode_s": now - self.sent_s},
         )
         return [[completion]]

@@ -72,6 +72,7 @@ class ThroughputMeter:
         now = time.monotonic()
         with self._lock:
             for response in arrivals:
+                response.placed_s = now
                 self._latencies["queue_s"].add(now - response.pending.submitted_s)
 
     def add_tokens(self, running: Sequence[tuple[int, Response]], count: np.ndarray) -> None:

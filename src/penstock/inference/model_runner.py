@@ -250,11 +250,6 @@ class ModelRunner:
         """Positions that fit into the cache at present."""
         return self._cache.window
 
-    @property
-    def cache(self) -> KVCache:
-        """As the last program leaves it; donated to the next one."""
-        return self._cache
-
     def _unstacked(self, decoder: Decoder) -> ServedWeights:
         if are_shapes(decoder):
             return jax.eval_shape(ServedWeights.of, decoder)
@@ -362,6 +357,11 @@ class ModelRunner:
         self._need(_FORK.format(self.window))
         moves = Moves.of(sources, self._config.max_slots, self.window)
         self._cache = jax.tree.map(lambda cached: self._programs.fork(cached, moves), self._cache)
+
+    def wait(self) -> float:
+        """Waits until the cache is as the last program leaves it; the moment of this process's monotonic clock."""
+        jax.block_until_ready(self._cache)
+        return time.monotonic()
 
     def decode(self, rows: HostRows, alternatives: bool = False) -> HostSamples:
         """Runs one dispatch and waits for it.

@@ -386,13 +386,13 @@ class RunningBatch:
             self._prefixes.clear()
         self._version = version
         assigned = self._place(arrivals)
+        self._meter.add_waits(arrivals)
         admission = plan_admission(assigned, self._prefixes, self._config, version, self._runner.whole)
         self._hold(admission.long)
         self._fit_window(admission, fresh_start)
         self._fill(admission)
         for response in arrivals:
             response.prefilled_by = version if len(response.prompt) > 1 else None
-        self._meter.add_waits(arrivals)
 
     def _place(self, arrivals: Sequence[Response]) -> list[tuple[int, Response]]:
         """Into slots that they can go on in, then into others, those last that hold what somebody could use."""
@@ -500,6 +500,7 @@ class RunningBatch:
         if not running:
             return []
         started = time.monotonic()
+        self._note_begun(running)
         self._runner.first = version.step == 0
         beside = any(response.pending.request.alternatives for _, response in running)
         sampled = self._runner.decode(self._slots.rows, beside)
@@ -512,6 +513,13 @@ class RunningBatch:
         self._meter.add(responses=len(ended))
         self._meter.add_dispatch(started, int(sampled.count.sum()))
         return [response for _, response in ended]
+
+    def _note_begun(self, running: Sequence[tuple[int, Response]]) -> None:
+        """Those that decode for the first time do so from now on: their prompts are cached, which is waited for."""
+        first = [response for _, response in running if response.begun_s is None]
+        now = self._runner.wait() if first else None
+        for response in first:
+            response.begun_s = now
 
     def need_alternatives(self, prompt_tokens: int) -> None:
         """Has compiled what tells a prompt's first alternatives, beside what runs now. For any thread."""

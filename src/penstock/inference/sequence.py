@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from penstock.types import (
     WeightVersion,
     fold,
 )
+from penstock.types.generation import STAGES
 
 MOST_STOP_STRINGS = 64
 LONGEST_STOP_STRING = 1024
@@ -243,7 +245,9 @@ class Response:
         alternatives: Pieces of what was asked for beside the tokens, one after the other.
         prefilled_by: The weights behind the prompt's cache; None for a prompt that needed none.
         finish_reason: None while it runs.
-        told_s: When it had its newest tokens, in seconds of this process's monotonic clock; None before the first.
+        placed_s: When it had its slot, in seconds of this process's monotonic clock; None before.
+        begun_s: When its prompt was cached; None before.
+        told_s: When it had its newest tokens; None before the first.
     """
 
     pending: PendingRequest
@@ -255,6 +259,8 @@ class Response:
     alternatives: list[Alternatives] = field(default_factory=list[Alternatives])
     prefilled_by: WeightVersion | None = None
     finish_reason: FinishReason | None = None
+    placed_s: float | None = None
+    begun_s: float | None = None
     told_s: float | None = None
     _stop_strings: StopStrings | None = None
 
@@ -305,7 +311,9 @@ class Response:
             engine: Name and incarnation of the engine that sampled it.
         """
         touched = [*self.versions, *([self.prefilled_by] if self.prefilled_by else [])]
-        oldest = min(touched, default=current)
+        oldest, now = min(touched, default=current), time.monotonic()
+        reached = [each for each in (self.placed_s, self.begun_s) if each is not None]
+        moments = [self.pending.submitted_s, *reached, now]
         completion = Completion(
             prompt_tokens=self.prompt,
             response_tokens=np.array(self.tokens, np.int32),
@@ -316,8 +324,9 @@ class Response:
             text=text_of(tokenizer, self.tokens, self.pending.request.decoding.stop_strings),
             finish_reason=self.finish_reason or "aborted",
             engine=engine,
-            finished_s=time.monotonic(),
+            finished_s=now,
             alternatives=joined(self.alternatives) if self.pending.request.alternatives else None,
+            timings=dict(zip(STAGES, (after - before for before, after in pairwise(moments)), strict=False)),
         )
         self.pending.complete(self.index, completion)
 

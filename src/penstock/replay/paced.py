@@ -206,7 +206,6 @@ class PacedReplayBuffer:
             group,
             expected,
             entry.ticket.lesson_id,
-            since=entry.since,
             deadline_step=entry.ticket.deadline_step,
             durable=durable,
             waiting=self._unverified.pop(group_id, None) is not None,

@@ -148,7 +148,6 @@ class TrainingPool:
         expected_ids: Sequence[str],
         lesson_id: str,
         *,
-        since: float | None = None,
         deadline_step: int | None = None,
         durable: bool = False,
         waiting: bool = False,
@@ -160,7 +159,6 @@ class TrainingPool:
             group: As delivered.
             expected_ids: The rollouts that were started for it.
             lesson_id: The lesson that it was generated for.
-            since: When that began, in Unix seconds; None where nobody knows.
             deadline_step: The last update that may train it for the first time; None without deadline.
             durable: It is in a file already, and counted as waiting.
             waiting: It is counted as waiting already.
@@ -175,7 +173,9 @@ class TrainingPool:
             if not (durable or waiting):
                 self.ledger.deliver(group.group_id)
             if not durable:
-                self.sealer.add(group.group_id, [_record(rollout, group, since) for rollout in judged.storable])
+                self.sealer.add(
+                    group.group_id, [RolloutRecord(each, group.group_id, group.key) for each in judged.storable]
+                )
             for rollout_id, verdict in judged.rejected.items():
                 self.settle([rollout_id], verdict.fate, verdict.reason)
             if not judged.trainable:
@@ -586,13 +586,6 @@ class TrainingPool:
     def describe_disk(self) -> str:
         """In words, for how long there has been no room on the disk; empty where there is."""
         return self.sealer.space.describe() or self.ledger.space.describe()
-
-
-def _record(rollout: Experience, group: RolloutGroup[Experience], since: float | None) -> RolloutRecord[Experience]:
-    timings: dict[str, float] = {}
-    if since is not None and rollout.metadata is not None:
-        timings["generate_s"] = max(0.0, rollout.metadata.timestamp - since)
-    return RolloutRecord(rollout, group.group_id, timings, group.key)
 
 
 def _ignore(*told: object) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsInt, get_args
 
@@ -310,19 +310,18 @@ class RolloutManager:
         asked: "_NotedContext",
     ) -> RolloutGroup:
         now, engines = self._clock(), tuple(asked.engines)
+        members = _members(group)
+        ages_s = [asked.age_s(rollout) for rollout in members]
         rollouts = tuple(
             rollout.with_metadata(
                 RolloutMetadata(
-                    worker_id,
-                    now - asked.age_s(rollout),
-                    _oldest_step(rollout, weight_step),
-                    self.lineage,
-                    engines=engines,
+                    worker_id, now - age_s, _oldest_step(rollout, weight_step), self.lineage, engines=engines
                 ),
                 f"{group_id}/{position}",
                 lesson_id,
+                {"generate_s": max(0.0, asked.whole_s - age_s)},
             )
-            for position, rollout in enumerate(_members(group))
+            for position, (rollout, age_s) in enumerate(zip(members, ages_s, strict=True))
         )
         return replace(group, rollouts=rollouts, group_id=group_id)
 
@@ -443,7 +442,7 @@ class _NotedContext:
         self._context, self._agents = context, agents
         self.engines: dict[str, None] = {}
         self._finished: list[Completion] = []
-        self._read_s: float | None = None
+        self._began_s = time.monotonic()
 
     @property
     def tokenizer(self) -> TextCodec:
@@ -470,13 +469,17 @@ class _NotedContext:
             raise ConfigError("inference.endpoint is false: set it to true, so that agents can ask the policy")
         return self._agents.open(self, decoding, seed)
 
+    @cached_property
+    def whole_s(self) -> float:
+        """Seconds until all was answered, which is when this is read first."""
+        return time.monotonic() - self._began_s
+
     def age_s(self, rollout: Rollout) -> float:
         """Seconds since the last response in a rollout; 0 where nobody said when that was finished.
 
         It is the longest response whose tokens and log-probabilities are the last that the policy sampled there. Ages
-        are as of the first call; each response is of one rollout.
+        are as of `whole_s`; each response is of one rollout.
         """
-        self._read_s = time.monotonic() if self._read_s is None else self._read_s
         sampled = rollout.response_mask
         tokens, logprobs = rollout.response_tokens[sampled], rollout.response_logprobs[sampled]
         ends = [done for done in self._finished if _ends_with(tokens, logprobs, done)]
@@ -484,7 +487,7 @@ class _NotedContext:
         if last is None or last.finished_s is None:
             return 0.0
         self._finished = [done for done in self._finished if done is not last]
-        return max(0.0, self._read_s - last.finished_s)
+        return max(0.0, self._began_s + self.whole_s - last.finished_s)
 
 
 def _ends_with(tokens: np.ndarray, logprobs: np.ndarray, done: Completion) -> bool:

@@ -86,10 +86,9 @@ def records_from_batch(batch: pa.RecordBatch, name: str) -> Iterator[RolloutReco
         raise InvalidRolloutError(f"{name} holds no rollouts: {error}") from error
     groups = values_from_column(batch.column("group_id"))
     keys = values_from_column(batch.column("group_key"))
-    timed = map(dict, _pairs(batch.column("timings")))
-    for row, (group_id, key, timings, *values) in enumerate(zip(groups, keys, timed, *fields, strict=True)):
+    for row, (group_id, key, *values) in enumerate(zip(groups, keys, *fields, strict=True)):
         rollout = _trusted(values) if sound else _checked(values, f"{name}, row {row}")
-        yield RolloutRecord(rollout, group_id, timings, key)
+        yield RolloutRecord(rollout, group_id, key)
 
 
 def _rollout_fields(batch: pa.RecordBatch) -> list[list[Any]]:
@@ -108,6 +107,7 @@ def _rollout_fields(batch: pa.RecordBatch) -> list[list[Any]]:
         "decoding": _decodings(batch),
         "sample_starts": _sample_starts(batch),
         "rewards_by_function": _pairs(batch.column("rewards_by_function")),
+        "timings": list(map(dict, _pairs(batch.column("timings")))),
     }
     by_name = {**plain, **arrays, **made}
     return [by_name[field] for field in Rollout.__match_args__]
@@ -360,7 +360,7 @@ def table_from_records(records: Sequence[RolloutRecord]) -> pa.Table:
         "sample_starts": [rollout.sample_starts for rollout in rollouts],
         "turns": _turns_column(rollouts),
         "decoding": shared_column([rollout.decoding for rollout in rollouts], _decoding_column),
-        "timings": _map_column([record.timings.items() for record in records]),
+        "timings": _map_column([rollout.timings.items() for rollout in rollouts]),
         "rewards_by_function": _map_column([rollout.rewards_by_function for rollout in rollouts]),
         **lists,
     }

@@ -182,6 +182,10 @@ class PromptScores:
     version: WeightVersion
 
 
+STAGES = ("wait_s", "prefill_s", "decode_s")
+"""Seconds of a response with the engine: until it has a slot, until its prompt is cached, until its end."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     """One sampled response. Produced by the inference engine; p prompt and r response tokens.
@@ -199,6 +203,7 @@ class Completion:
         engine: Name and incarnation of the engine that sampled it, such as ``inference-0#2``; empty where it has none.
         finished_s: When it was finished, in seconds of this process's monotonic clock; None where nobody said.
         alternatives: Of the response's positions, before truncation too; None where none were asked for.
+        timings: Seconds by the names of `STAGES`; those that nobody said are left out.
     """
 
     prompt_tokens: np.ndarray
@@ -212,6 +217,7 @@ class Completion:
     engine: str = ""
     finished_s: float | None = None
     alternatives: Alternatives | None = None
+    timings: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @classmethod
     def empty(cls, prompt: np.ndarray, version: WeightVersion) -> "Completion":

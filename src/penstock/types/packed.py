@@ -6,6 +6,8 @@ as read-only views of it, when they are asked for. It has the attributes of a `R
 again; members of one group share what is the same for all of them.
 """
 
+from array import array
+from collections.abc import Mapping
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any, NamedTuple, final
@@ -38,6 +40,8 @@ class _Shared(NamedTuple):
     lesson_id: str
     decoding: Decoding
     has_weight_steps: bool
+    stages: tuple[str, ...]
+    """Names of the timings."""
     origin: tuple[Any, ...] | None
     """`_origin` of the metadata; None without metadata."""
 
@@ -52,7 +56,7 @@ class PackedRollout:
     """
 
     __slots__ = (
-        "_block", "_name", "_prompt_length", "_shared", "_timestamp", "_weight_step", "episode_reward",
+        "_block", "_name", "_prompt_length", "_seconds", "_shared", "_timestamp", "_weight_step", "episode_reward",
         "finish_reason", "oldest_weight_step", "rewards_by_function", "sample_starts", "turns",
     )  # fmt: skip
 
@@ -69,6 +73,7 @@ class PackedRollout:
         self._name = _short_name(rollout.rollout_id)
         self._prompt_length = len(rollout.prompt_tokens)
         self._block = _block(rollout)
+        self._seconds = array("d", rollout.timings.values()).tobytes()
         stamp = rollout.metadata
         self._timestamp, self._weight_step = (None, None) if stamp is None else (stamp.timestamp, stamp.weight_step)
         self.episode_reward = rollout.episode_reward
@@ -111,6 +116,11 @@ class PackedRollout:
     def decoding(self) -> Decoding:
         """Sampling parameters of the policy's turns."""
         return self._shared.decoding
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """Seconds by stage."""
+        return dict(zip(self._shared.stages, np.frombuffer(self._seconds).tolist(), strict=True))
 
     @property
     def prompt_tokens(self) -> np.ndarray:
@@ -195,6 +205,7 @@ class PackedRollout:
             finish_reason=self.finish_reason,
             sample_starts=self.sample_starts,
             rewards_by_function=self.rewards_by_function,
+            timings=self.timings,
         )
 
     def __repr__(self) -> str:
@@ -214,6 +225,7 @@ def _shared(rollout: Rollout) -> _Shared:
         rollout.lesson_id,
         rollout.decoding,
         rollout.response_weight_steps is not None,
+        tuple(rollout.timings),
         None if stamp is None else _origin(stamp),
     )
 

@@ -186,6 +186,9 @@ class Rollout:
         sample_starts: Where each sample begins, counted from the start of prompt + response; the first begins at 0.
         rewards_by_function: What each of the environment's reward functions gave, by its name, before weights; None
             where it does not apply. Empty where the environment has none.
+        timings: Seconds by stage, as far as anybody said: those of `penstock.types.generation.STAGES`, summed over its
+            responses, `tool_s` of the environment between them, and `reward_s` of the environment after the last one;
+            `generate_s` is the whole until the last response, from where its generator began.
 
     Raises:
         InvalidRolloutError: naming the field that has a wrong dtype, length or value.
@@ -209,6 +212,7 @@ class Rollout:
     finish_reason: FinishReason = "stop"
     sample_starts: tuple[int, ...] = ONE_SAMPLE
     rewards_by_function: tuple[tuple[str, float | None], ...] = ()
+    timings: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
         if self.response_mask is None:  # pyright: ignore[reportUnnecessaryComparison]
@@ -254,9 +258,12 @@ class Rollout:
         """Why no update could learn from it; None where one could."""
         return find_defect(self)
 
-    def with_metadata(self, metadata: RolloutMetadata, rollout_id: str, lesson_id: str) -> "Rollout":
-        """This rollout with what only its generator knows."""
-        return replace(self, metadata=metadata, rollout_id=rollout_id, lesson_id=lesson_id)
+    def with_metadata(
+        self, metadata: RolloutMetadata, rollout_id: str, lesson_id: str, timings: Mapping[str, float] | None = None
+    ) -> "Rollout":
+        """This rollout with what only its generator knows; `timings` are beside those that it has."""
+        known = {**self.timings, **(timings or {})}
+        return replace(self, metadata=metadata, rollout_id=rollout_id, lesson_id=lesson_id, timings=known)
 
     def __repr__(self) -> str:
         return describe_rollout(self)
@@ -540,16 +547,14 @@ def _mean(values: list[float]) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutRecord(Generic[AnyExperience]):
-    """The row that is stored: a rollout with its group and timings. Immutable once sealed.
+    """The row that is stored: a rollout with its group. Immutable once sealed.
 
     Attributes:
         rollout: With metadata; storage refuses None.
         group_id: The ticket's id.
-        timings: Seconds by stage, e.g. ``{"generate_s": 0.4}``.
         group_key: The group's key: environment and example.
     """
 
     rollout: AnyExperience
     group_id: str
-    timings: Mapping[str, float] = field(default_factory=dict[str, float])
     group_key: str = ""

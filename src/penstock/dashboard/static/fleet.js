@@ -1,6 +1,6 @@
 // What ran where: the lives of rollouts, lessons, components and simulators.
 import { chart } from "./charts.js";
-import { api, badge, bundle, change, duration, empty, fixed, h, link, moment, num, parse, s, stateKind, table } from "./core.js";
+import { api, badge, bundle, change, duration, empty, fixed, h, link, moment, num, parse, s, STAGES, stateKind, table } from "./core.js";
 
 const path = (run, page) => `runs/${encodeURIComponent(run)}/${page}`;
 
@@ -8,6 +8,7 @@ export async function timelinePage(main, run) {
   const { words } = parse();
   const page = await api(path(run, "timeline"), { from: words.from, to: words.to });
   const bars = page.bars.map((bar) => ({ ...bar, began: bar.began ?? bar.finished })).filter((bar) => bar.finished);
+  const lives = bars.reduce((count, bar) => count + bar.lives.length, 0);
   const [first, last] = page.span;
   const box = h("div", { class: "scroll timeline", tabindex: 0, role: "region", "aria-label": "Timeline" });
   const low = bars.length ? Math.min(...bars.map((b) => b.admitted ?? b.began)) : first;
@@ -19,14 +20,25 @@ export async function timelinePage(main, run) {
   };
   const button = (text, label, act) => h("button", { class: "button", type: "button", "aria-label": label, title: label, onclick: act }, text);
   main.replaceChildren(
-    h("div", { class: "head" }, h("h1", {}, "Timeline"), h("p", { class: "sub" }, "The life of each group: waiting for a worker, being generated, in the buffer until its update. Lanes by worker."),
+    h("div", { class: "head" }, h("h1", {}, "Timeline"), h("p", { class: "sub" }, "The life of each rollout: waiting, being generated, scored, in the buffer until its update. Groups stand together, lanes by worker."),
       bundle ? null : h("div", { class: "tools" }, button("←", "Earlier", () => move(-0.5)), button("→", "Later", () => move(0.5)), button("+", "Closer", () => move(0, 0.5)), button("−", "Wider", () => move(0, 2)), button("latest", "The latest", () => change({ from: null, to: null })))),
-    h("p", { class: "scale" }, ["waiting", "generating", "in the buffer"].map((text, index) => h("span", {}, h("i", { class: `swatch life${index}` }), text)), h("span", {}, h("i", { class: "swatch end-good" }), "trained"), h("span", {}, h("i", { class: "swatch end-bad" }), "thrown away"), h("span", {}, h("i", { class: "swatch swap" }), "a new version")),
+    h("p", { class: "scale" }, STAGES.map(([, kind, text]) => h("span", {}, h("i", { class: `swatch ${kind}` }), text)), h("span", {}, h("i", { class: "swatch life-buffer" }), "in the buffer"), h("span", {}, h("i", { class: "swatch end-good" }), "trained"), h("span", {}, h("i", { class: "swatch end-bad" }), "thrown away"), h("span", {}, h("i", { class: "swatch swap" }), "a new version")),
     h("section", { class: "card flush" }, box),
-    h("p", { class: "note" }, `${num(bars.length)} groups${bars.length >= page.most ? " (the latest of this stretch; come closer for all)" : ""}, ${moment(low)} to ${moment(high)} UTC. Prefill, decode and tools within generating are not stored apart; of simulators only when a fragment was finished.`));
-  if (!bars.length) box.append(empty("No group was finished in this stretch."));
+    h("p", { class: "note" }, `${num(lives)} rollouts of ${num(bars.length)} groups${lives >= page.most ? " (the latest of this stretch; come closer for all)" : ""}, ${moment(low)} to ${moment(high)} UTC. Seconds of several turns stand together: waiting for a worker and for the engine, prefill, decode, tools. What is left of generating is not told apart, which is all of it in older runs; of simulators only when a fragment was finished is stored.`));
+  if (!bars.length) box.append(empty("No rollout was finished in this stretch."));
   else box.append(lanes(bars, page.updates.filter(([, time]) => time >= low && time <= high), low, high, run, Math.max(760, box.clientWidth - 4)));
   return { keys: bundle ? {} : { h: () => move(-0.5), l: () => move(0.5), "+": () => move(0, 0.5), "-": () => move(0, 2) } };
+}
+
+const BAR = 5, PITCH = 6;
+
+/** Where a rollout's time went, from one moment to the next; what its stages leave of generating is `rest`. */
+function stretches(bar, [, time, seconds, ...spent], over) {
+  const [waited, prefill, decode, tool, scored] = spent.map((value) => value ?? 0);
+  const began = time - (seconds ?? 0), from = bar.admitted ?? began;
+  const known = waited + prefill + decode + tool, fit = known > seconds ? seconds / known : 1;
+  const parts = { wait: Math.max(0, began - from) + waited * fit, prefill: prefill * fit, decode: decode * fit, tool: tool * fit, rest: Math.max(0, (seconds ?? 0) - known) };
+  return { from, parts: { ...parts, reward: scored, buffer: Math.max(0, over - time - scored) } };
 }
 
 function lanes(bars, updates, low, high, run, width) {
@@ -35,31 +47,44 @@ function lanes(bars, updates, low, high, run, width) {
   for (const bar of bars.toSorted((a, b) => (a.admitted ?? a.began) - (b.admitted ?? b.began))) {
     const name = bar.worker ?? "not stored";
     const rows = workers.get(name) || [];
-    const start = bar.admitted ?? bar.began, end = Math.max(bar.ended ?? bar.finished, start + (high - low) / 300);
-    let row = rows.findIndex((until) => until <= start);
-    if (row < 0) row = rows.push(0) - 1;
-    rows[row] = end;
+    const start = bar.admitted ?? bar.began, end = Math.max(bar.ended ?? high, start + (high - low) / 300);
+    let row = 0;
+    for (let free = 0; free < bar.lives.length; row++) free = (rows[row] ?? 0) <= start ? free + 1 : 0;
+    bar.row = row - bar.lives.length;
+    for (let at = bar.row; at < row; at++) rows[at] = end;
     workers.set(name, rows);
-    bar.row = row;
   }
   let y = 24;
   const tops = new Map(), labels = [];
   for (const [name, rows] of workers) {
     tops.set(name, y);
     labels.push(s("text", { class: "lane", x: 4, y: y + 10 }, name.length > 22 ? name.slice(0, 21) + "…" : name, s("title", {}, name)));
-    y += rows.length * 9 + 14;
+    y += Math.max(rows.length * PITCH, 10) + 12;
   }
-  const rect = (from, to, top, kind) => to > from ? s("rect", { class: kind, x: x(from).toFixed(1), y: top, width: Math.max(0.8, x(to) - x(from)).toFixed(1), height: 7 }) : null;
   const drawn = bars.map((bar) => {
-    const top = tops.get(bar.worker ?? "not stored") + bar.row * 9;
-    const kind = bar.states.some((state) => stateKind(state) === "bad") ? "end-bad" : bar.ended ? "end-good" : "end-none";
-    const words = `${bar.group_id}: waited ${duration(Math.max(0, bar.began - (bar.admitted ?? bar.began)))}, generated ${duration(bar.finished - bar.began)}, in the buffer ${duration(Math.max(0, (bar.ended ?? high) - bar.finished))}; ${bar.states.join(", ")}${bar.step === null ? "" : ` at update ${bar.step}`}, reward ${fixed(bar.reward)}`;
-    return s("a", { href: link("group", run, { id: bar.group_id }), "aria-label": words }, s("title", {}, words), rect(bar.admitted ?? bar.began, bar.began, top, "life0"), rect(bar.began, bar.finished, top, "life1"), rect(bar.finished, bar.ended ?? high, top, "life2"),
-      s("rect", { class: kind, x: (x(bar.ended ?? bar.finished) - 1).toFixed(1), y: top, width: 2.5, height: 7 }));
+    const top = tops.get(bar.worker ?? "not stored") + bar.row * PITCH;
+    const all = bar.lives.map((life) => stretches(bar, life, life[8] ?? high).parts);
+    const mean = Object.fromEntries(Object.keys(all[0]).map((stage) => [stage, all.reduce((sum, parts) => sum + parts[stage], 0) / all.length]));
+    const words = `${bar.group_id}: ${told(mean)}${bar.lives.length > 1 ? " on average" : ""}; ${bar.states.join(", ")}${bar.step === null ? "" : ` at update ${bar.step}`}, reward ${fixed(bar.reward)}`;
+    return s("a", { href: link("group", run, { id: bar.group_id }), "aria-label": words }, bar.lives.map((life, index) => rollout(bar, life, bar.fates[index], top + index * PITCH, x, high)));
   });
   const every = Math.max(1, Math.ceil(updates.length / 24));
   const swaps = updates.map(([step, time], index) => s("g", { class: "swap" }, s("line", { x1: x(time), x2: x(time), y1: 16, y2: y }), index % every ? null : s("text", { x: x(time) + 2, y: 12 }, num(step))));
-  return s("svg", { width, height: y + 4, viewBox: `0 0 ${width} ${y + 4}`, role: "group", "aria-label": "Lives of groups" }, swaps, labels, drawn);
+  return s("svg", { width, height: y + 4, viewBox: `0 0 ${width} ${y + 4}`, role: "group", "aria-label": "Lives of rollouts" }, swaps, labels, drawn);
+}
+
+const told = (parts) => [...STAGES.map(([stage, , text]) => [stage, text]), ["buffer", "in the buffer"]].filter(([stage]) => parts[stage] > 0).map(([stage, text]) => `${text} ${duration(parts[stage])}`).join(", ");
+
+function rollout(bar, life, fate, top, x, high) {
+  const over = life[8] ?? high, { from, parts } = stretches(bar, life, over);
+  const end = stateKind(fate) === "bad" ? "end-bad" : life[8] ? "end-good" : "end-none";
+  let at = from;
+  return s("g", {}, s("title", {}, `${bar.group_id}/${life[0]}: ${told(parts)}; ${fate}, reward ${fixed(life[9])}`),
+    Object.entries(parts).map(([stage, seconds]) => {
+      const start = at, wide = x(at += seconds) - x(start);
+      return wide > 0.1 ? s("rect", { class: `life-${stage}`, x: x(start).toFixed(1), y: top, width: Math.max(0.6, wide).toFixed(1), height: BAR }) : null;
+    }),
+    s("rect", { class: end, x: (x(over) - 1).toFixed(1), y: top, width: 2.5, height: BAR }));
 }
 
 export async function lessonsPage(main, run) {

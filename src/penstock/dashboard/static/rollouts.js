@@ -1,6 +1,6 @@
 // All groups in a table that draws only what is seen, a box for SQL, and one group answer by answer.
 import { dots } from "./charts.js";
-import { api, badge, big, bundle, change, copyable, duration, empty, fixed, h, link, moment, num, parse, Refused, signed, table } from "./core.js";
+import { api, badge, big, bundle, change, copyable, duration, empty, fixed, h, link, moment, num, parse, Refused, signed, STAGES, table } from "./core.js";
 import { exportTable } from "./runs.js";
 
 const ROW = 30, PIECE = 100, TALLEST = 15_000_000;
@@ -203,7 +203,7 @@ export async function groupPage(main, run) {
       prompt(members),
       h("div", { class: "answers" }, members.map((member, index) => answer(member, members[0], index, by, scale, words.diff === "1", run))),
       page.size > members.length ? h("p", { class: "note" }, `${page.size - members.length} more answers are not shown.`) : null,
-      h("p", { class: "note" }, members.some((m) => m.rewards_by_function?.length) ? "Rewards by function are what each gave, before weights. " : null, "Seconds of prefill, decode and tools are not stored. Control and direction marks in what was said are shown by their escapes.")]);
+      h("p", { class: "note" }, members.some((m) => m.rewards_by_function?.length) ? "Rewards by function are what each gave, before weights. " : null, members.some((m) => m.timings?.decode_s !== undefined) ? "Seconds of several turns are summed; waiting is for a slot of the engine, and reward came after the last turn. " : "How its seconds were spent is not stored. ", "Control and direction marks in what was said are shown by their escapes.")]);
 }
 
 function scaleOf(members, by) {
@@ -287,6 +287,7 @@ function answer(member, reference, index, by, scale, marked, run) {
   return h("article", { class: "card answer", "aria-label": `Answer ${member.position}`, tabindex: 0 },
     h("header", {}, h("h2", { class: "rank" }, `/${member.position}`), h("span", { class: "reward" }, fixed(member.reward)), badge(member.state, member.reason)),
     h("p", { class: "quiet facts-line" }, facts.flatMap((fact, at) => at ? [" · ", fact] : [fact])),
+    spent(member.timings),
     member.rewards_by_function?.length ? h("dl", { class: "parts", "aria-label": "Reward by function" },
       member.rewards_by_function.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value === null ? "does not apply" : fixed(value))))) : null,
     member.reason ? h("p", { class: "note warn" }, member.reason) : null,
@@ -294,6 +295,15 @@ function answer(member, reference, index, by, scale, marked, run) {
       h("p", { class: "said", tabindex: turn.tokens > 200 ? 0 : null }, turn.pieces ? turn.pieces.map((piece) => token(piece, by, scale, other && other.has(position++))) : turn.text)))
       : empty(member.stored ? "Its tokens cannot be read." : "Not stored: it ended before it was sealed, or its part has expired."),
     member.cut ? h("p", { class: "note warn" }, "Only the first tokens are shown; penstock rollouts --show has all.") : null);
+}
+
+/** Where its seconds went, as far as they are stored. */
+function spent(timings) {
+  if (!timings || timings.decode_s === undefined) return null;
+  const of = (stage) => timings[`${stage}_s`] ?? 0;
+  const rest = timings.generate_s === undefined ? 0 : timings.generate_s - of("wait") - of("prefill") - of("decode") - of("tool");
+  const shown = STAGES.map(([stage, kind, text]) => [kind, text, stage === "rest" ? rest : of(stage)]).filter(([, , seconds]) => seconds >= 0.0005);
+  return h("dl", { class: "parts", "aria-label": "Seconds by stage" }, shown.map(([kind, text, seconds]) => h("div", {}, h("dt", {}, h("i", { class: `swatch ${kind}` }), text), h("dd", {}, duration(seconds)))));
 }
 
 function skipped(member) {
