@@ -5,8 +5,9 @@ so many answers of 64 tokens at once after prompts of 16 that differ, or the *ra
 in groups of 8, answers of geometric lengths with mean 48, twice as many as a side answers at once. Nothing ends an
 answer but its length. Each side is one process of its own for all loads of a model, in turns: a round is one answer of
 every side to the same prompts, in an order that rotates; the first of a cell is not counted. Prompts are new in every
-round, so that none is in a cache. All have all processors; a turn begins when the others take nothing of them any more
-(threads of vLLM's go on looking for work for a fifth of a second).
+round, so that none is in a cache. All may use all processors; a turn begins when the others take nothing of them any
+more (threads of vLLM's go on looking for work for a while). vLLM is there twice: as it comes, which keeps a processor
+for its scheduler and computes on the others, and with threads that compute on all; the mark is on the faster.
 
 Not compared: what an answer costs beside its tokens. Only Penstock's side records log-probabilities and versions.
 """
@@ -45,6 +46,12 @@ MODELS: dict[str, dict[str, int] | None] = {
 CASES = [f"{model}-{load}" for model in MODELS for load in (*BATCHES, "ragged")]
 EQUAL, RAGGED = {"transformers": 1.5, "vllm": 1.5}, {"transformers": 2.5, "vllm": 1.5}
 """Marks in float32: how many times as many tokens per second as the other side."""
+PROCESSORS = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+OTHERS: dict[str, dict[str, dict[str, str]]] = {
+    "transformers": {"transformers": {}},
+    "vllm": {"vLLM": {}, "vLLM on all": {"VLLM_CPU_OMP_THREADS_BIND": PROCESSORS}},
+}
+"""The sides of each other engine, with what is in their environment."""
 IDLE = 0.05
 """Most of a processor that the sides may take whose turn it is not."""
 QUIET_S, LIMIT_S = 0.1, 1800.0
@@ -60,13 +67,13 @@ class Round(NamedTuple):
     Attributes:
         case: Model and load, of `CASES`.
         dtype: Of weights and computation.
-        sides: That take part, Penstock's aside.
+        engines: That it is beside.
         number: Of the cell's rounds.
     """
 
     case: str
     dtype: str
-    sides: str
+    engines: str
     number: int
 
 
@@ -108,18 +115,24 @@ class Side:
 
     Args:
         command: What is run.
-        errors: Where its standard error goes.
+        folder: Where its standard error goes.
+        environment: Beside this process' own.
 
     Raises:
-        SystemExit: it ended.
+        SystemExit: it cannot be run, or ended.
     """
 
-    def __init__(self, command: Sequence[str], errors: Path) -> None:
-        self._command, self._errors = command, errors
-        with errors.open("w") as said:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
-            )
+    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        self._command = command
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".err", delete=False) as said:
+            self._errors = Path(said.name)
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
+                    env={**os.environ, **(environment or {})},
+                )  # fmt: skip
+            except OSError as error:
+                raise SystemExit(f"{command[0]} cannot be run: {error.strerror}; name an interpreter") from error
         self.ready: str = self._answer()["ready"]
 
     def answer(self, load: Load, temperature: float = 1.0) -> dict[str, Any]:
@@ -166,20 +179,22 @@ def _processor_s(pid: int) -> float:
 def sides_of(options: argparse.Namespace, folder: Path, dtype: str) -> dict[str, Side]:
     """Starts them all, one after the other."""
     peer = str(Path(__file__).with_name("generation_peer.py"))
-    commands = {"penstock": [sys.executable, "-m", "benchmarks.generation_table", str(folder), dtype]}
-    commands |= {name: [python, peer, name, str(folder), dtype] for name, python in peers_of(options).items()}
-    return {name: Side(command, folder / f"{name}-{dtype}.err") for name, command in commands.items()}
+    sides = {"penstock": Side([sys.executable, "-m", "benchmarks.generation_table", str(folder), dtype], folder)}
+    for other, python in engines_of(options).items():
+        for name, environment in OTHERS[other].items():
+            sides[name] = Side([python, peer, other, str(folder), dtype], folder, environment)
+    return sides
 
 
-def peers_of(options: argparse.Namespace) -> dict[str, str]:
-    """By name: the interpreter of each other side that is asked for."""
+def engines_of(options: argparse.Namespace) -> dict[str, str]:
+    """By name: the interpreter of each other engine that is asked for."""
     given = {"transformers": options.transformers_python, "vllm": options.vllm_python}
     return {name: python for name, python in given.items() if python is not None}
 
 
 def rounds_of(options: argparse.Namespace) -> list[Round]:
     """All that are asked for, by model and dtype, then cell by cell."""
-    sides = " ".join(peers_of(options))
+    sides = " ".join(engines_of(options))
     return [
         Round(case, dtype, sides, number)
         for model in MODELS
@@ -272,25 +287,25 @@ def prepare(folder: Path, model: str, checkpoint: Path) -> int:
     return decoder.config.vocab_size
 
 
-def ratios(rounds: Sequence[Mapping[str, Any]], other: str, what: str) -> float:
+def ratio(rounds: Sequence[Mapping[str, Any]], side: str, what: str) -> float:
     """The median over rounds of the other side's seconds by Penstock's."""
-    return statistics.median(each[other][what] / each["penstock"][what] for each in rounds)
+    return statistics.median(each[side][what] / each["penstock"][what] for each in rounds)
 
 
 def show(outcomes: Outcomes, asked: Sequence[Round], marks: Marks) -> Iterator[str]:
-    """A line per cell, and its marks."""
-    yield f"{'':22s}{'tokens/s':>10s}{'':12s}{'times as many tokens/s (of processor seconds)'}"
+    """A block per cell, and its marks."""
     for case, dtype in dict.fromkeys((each.case, each.dtype) for each in asked):
         rounds = [outcomes[each] for each in asked if (each.case, each.dtype) == (case, dtype)]
-        rate = statistics.median(each["penstock"]["tokens"] / each["penstock"]["seconds"] for each in rounds)
-        line = f"{case + ' ' + dtype:22s}{rate:10,.0f}"
-        for other in asked[0].sides.split():
-            ratio, of_processors = ratios(rounds, other, "seconds"), ratios(rounds, other, "processor_s")
-            line += f"  {other} {rate / ratio:>8,.0f}  {ratio:5.2f} ({of_processors:.2f})"
-            if dtype == "float32":
+        yield f"{f'{case} {dtype}':<28s}{'tokens/s':>12s}{'Penstock × as many':>20s}{'of processor seconds':>22s}"
+        for side in rounds[0]:
+            rate = statistics.median(each[side]["tokens"] / each[side]["seconds"] for each in rounds)
+            times = f"{ratio(rounds, side, 'seconds'):20.2f}{ratio(rounds, side, 'processor_s'):22.2f}"
+            yield f"  {side:<26s}{rate:12,.0f}{times if side != 'penstock' else ''}"
+        if dtype == "float32":
+            for other in asked[0].engines.split():
                 least = (RAGGED if case.endswith("ragged") else EQUAL)[other]
-                marks.at_least(f"{case}: tokens/s by those of {other}", ratio, least)
-        yield line
+                found = min(ratio(rounds, side, "seconds") for side in OTHERS[other])
+                marks.at_least(f"{case}: tokens/s by those of {other}", found, least)
     every = [side for each in asked for side in outcomes[each].values()]
     idle = sum(side["others_s"] for side in every) / sum(side["seconds"] for side in every)
     marks.at_most("processors taken by the sides whose turn it is not", idle, IDLE)

@@ -23,7 +23,7 @@ for line in sys.stdin:
 
 def side(tmp_path: Path, lost: int = 0, first: int = 7) -> table.Side:
     program = ECHO.replace("LOST", str(lost)).replace("FIRST", str(first))
-    return table.Side([sys.executable, "-c", program], tmp_path / f"{lost}-{first}.err")
+    return table.Side([sys.executable, "-c", program], tmp_path)
 
 
 def options(*words: str) -> argparse.Namespace:
@@ -77,7 +77,16 @@ def test_every_side_answers_in_turns_and_a_token_too_few_is_named(tmp_path):
 
 def test_a_side_that_ends_says_why(tmp_path):
     with pytest.raises(SystemExit, match="no such model"):
-        table.Side([sys.executable, "-c", "raise SystemExit('no such model')"], tmp_path / "errors")
+        table.Side([sys.executable, "-c", "raise SystemExit('no such model')"], tmp_path)
+    with pytest.raises(SystemExit, match="cannot be run: No such file or directory; name an interpreter"):
+        table.Side([str(tmp_path / "python")], tmp_path)
+
+
+def test_an_environment_is_a_sides_own(tmp_path):
+    told = "import json, os; print(json.dumps({'ready': os.environ['VLLM_CPU_OMP_THREADS_BIND']}), flush=True)"
+    one = table.Side([sys.executable, "-c", told], tmp_path, {"VLLM_CPU_OMP_THREADS_BIND": "0,1"})
+    assert one.ready == "0,1"
+    one.end()
 
 
 def outcome(ours: float, theirs: float, idle: float = 0.0) -> dict[str, dict[str, float]]:
@@ -100,7 +109,20 @@ def test_marks_are_on_the_median_of_ratios(case, dtype, theirs, idle, missed):
     for each, found in zip(asked, (outcome(1, theirs), outcome(2, 2 * theirs, idle), outcome(1, 9)), strict=True):
         outcomes.add(each, found)
     lines = list(table.show(outcomes, asked, marks))
-    assert f"{theirs:.2f} ({theirs:.2f})" in lines[1] and "512" in lines[1]
+    assert lines[1].split() == ["penstock", "512"]
+    assert lines[2].split()[0] == "transformers" and lines[2].split()[2:] == [f"{theirs:.2f}"] * 2
+    assert marks.missed == missed, marks.lines
+
+
+@pytest.mark.parametrize(("as_it_comes", "on_all", "missed"), [(2.0, 1.4, 1), (1.4, 2.0, 1), (1.6, 2.0, 0)])
+def test_the_mark_is_on_the_faster_of_a_peers_sides(as_it_comes, on_all, missed):
+    outcomes, marks = Outcomes(None), Marks()
+    parser = argparse.ArgumentParser()
+    table.add_options(parser)
+    (asked,) = table.rounds_of(parser.parse_args(["--vllm-python", "python", "--cases", "6M-8", "--rounds", "1"]))
+    seconds = {"penstock": 1.0, "vLLM": as_it_comes, "vLLM on all": on_all}
+    outcomes.add(asked, {n: {"seconds": s, "processor_s": s, "tokens": 9, "others_s": 0} for n, s in seconds.items()})
+    list(table.show(outcomes, [asked], marks))
     assert marks.missed == missed, marks.lines
 
 
