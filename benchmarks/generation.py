@@ -2,6 +2,7 @@
 
     python -m benchmarks.generation [--repeats 9] [--completions 64] [--tokens 64]
     python -m benchmarks.generation --ratios [--repeats 9]
+    python -m benchmarks.generation --transformers-python PATH --vllm-python PATH [--cases 6M-8 …] [--results FILE]
 
 Each round submits every request at once and waits for the futures: admission, prefill, decoding, text, everything.
 Rounds of several settings are interleaved, so that a disturbed second hurts all of them, and medians are printed.
@@ -11,11 +12,15 @@ shapes, and what reading weights and cache once per step would take at the measu
 `--ratios` compares what single programs cost: processor time of this process, the least of interleaved rounds, as
 multiples of a decode step of all 32 slots after 40 tokens each. Ratios hold where other processes share the machine.
 Below that, a conversation of ten turns by an engine that goes on with what its slots hold, and by one that forgets.
+
+With an interpreter of another engine: tokens per second beside its own, see `benchmarks.generation_table`; exits with 1
+where a mark is missed.
 """
 
 import argparse
 import functools
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.generation_table import add_options, compare
 from penstock.inference import EngineConfig, GenerationRequest, InferenceEngine
 from penstock.inference.decoding import KVCache
 from penstock.inference.dispatch import HostSamples
@@ -282,16 +288,20 @@ def print_turns(repeats: int) -> None:
         engine.stop(30.0)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--completions", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--ratios", action="store_true", help="what single programs cost, in decode steps")
+    add_options(parser)
     options = parser.parse_args()
+    if options.transformers_python or options.vllm_python:
+        return compare(options)
     if options.ratios:
         print_ratios(options.repeats)
-        return print_turns(options.repeats)
+        print_turns(options.repeats)
+        return 0
     decoder = Decoder.initialise(MODEL, jax.random.key(0))
     room = PROMPT_TOKENS + options.tokens
     tight, ready_s = started_engine(decoder, options.completions, 8, room)
@@ -321,7 +331,8 @@ def main() -> None:
     print_limit(options.completions, options.tokens)
     for engine in (tight, roomy, half):
         engine.stop(30.0)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

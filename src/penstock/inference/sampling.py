@@ -135,14 +135,25 @@ def truncate(
     top_p: Float32[Array, " rows"],
     min_p: Float32[Array, " rows"],
 ) -> Float32[Array, "rows blocks width"]:
-    """Sets to zero what min-p, then top-k, and then top-p among the rest, leave out: the order of vLLM."""
+    """Sets to zero what min-p, then top-k, and then top-p among the rest, leave out: the order of vLLM.
+
+    Top-k and top-p are searched for where any of these rows asks for them.
+    """
     least = min_p[:, None, None] * jnp.max(weights, axis=(1, 2), keepdims=True)
     likely = jnp.where(weights >= least, weights, 0.0)
-    return lax.cond(
-        jnp.any((top_k < weights[0].size) | (top_p < 1.0)),
-        lambda: _most_probable(likely, top_k, top_p),
-        lambda: likely,
-    )
+    bits = lax.bitcast_convert_type(likely, jnp.uint32)
+
+    def by_count() -> Array:
+        needed = top_k.astype(jnp.float32)
+        return jnp.where(bits >= _threshold(bits, jnp.ones_like(likely), needed), likely, 0.0)
+
+    kept = lax.cond(jnp.any(top_k < weights[0].size), by_count, lambda: likely)
+
+    def by_mass() -> Array:
+        mass = top_p * jnp.sum(kept, axis=(1, 2))
+        return jnp.where((top_p < 1.0)[:, None, None] & (bits < _threshold(bits, kept, mass)), 0.0, kept)
+
+    return lax.cond(jnp.any(top_p < 1.0), by_mass, lambda: kept)
 
 
 def truncate_some(
@@ -152,25 +163,17 @@ def truncate_some(
     top_p: Float32[Array, " rows"],
     min_p: Float32[Array, " rows"],
 ) -> Float32[Array, "rows blocks width"]:
-    """`truncate` of the rows that ask for it, a few at once; the others are as they were."""
-    rows = weights.shape[0]
-    size, order = min(TRUNCATED_AT_ONCE, rows), jnp.argsort(~asked, stable=True)
+    """`truncate` of the rows that ask for it, a few at once and what is left one by one; the others as they were."""
+    order, count = jnp.argsort(~asked, stable=True), jnp.sum(asked, dtype=jnp.int32)
+    size = min(TRUNCATED_AT_ONCE, weights.shape[0])
+    whole = count // size
 
-    def some(step: Array, kept: Array) -> Array:
-        chosen = lax.dynamic_slice_in_dim(order, jnp.minimum(step * size, rows - size), size)
+    def some(first: Array, kept: Array, size: int) -> Array:
+        chosen = lax.dynamic_slice_in_dim(order, first, size)
         return kept.at[chosen].set(truncate(weights[chosen], top_k[chosen], top_p[chosen], min_p[chosen]))
 
-    return lax.fori_loop(0, -(-jnp.sum(asked) // size), some, weights)
-
-
-def _most_probable(
-    weights: Float32[Array, "rows blocks width"], top_k: Int32[Array, " rows"], top_p: Float32[Array, " rows"]
-) -> Float32[Array, "rows blocks width"]:
-    bits = lax.bitcast_convert_type(weights, jnp.uint32)
-    kept_k = jnp.where(bits >= _threshold(bits, jnp.ones_like(weights), top_k.astype(jnp.float32)), weights, 0.0)
-    mass = top_p * jnp.sum(kept_k, axis=(1, 2))
-    kept_p = jnp.where(bits >= _threshold(bits, kept_k, mass), kept_k, 0.0)
-    return jnp.where((top_p < 1.0)[:, None, None], kept_p, kept_k)
+    kept = lax.fori_loop(0, whole, lambda step, kept: some(step * size, kept, size), weights)
+    return lax.fori_loop(whole * size, count, lambda row, kept: some(row, kept, 1), kept)
 
 
 def _threshold(

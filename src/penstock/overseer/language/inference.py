@@ -24,7 +24,7 @@ from penstock.inference.server_pool import MODEL_NAME
 from penstock.model.language import load_policy
 from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
 from penstock.overseer.language.external import ExternalEngine
-from penstock.overseer.language.rollout import reachable, reproducible
+from penstock.overseer.language.rollout import engine_config, reachable
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership
 from penstock.types import (
@@ -309,7 +309,7 @@ class InferenceRole(ServingRole):
         config = settings.config
         tokenizer = settings.tokenizer()
         decoder = load_policy(config.model, config.seed, tokenizer)
-        served = config.inference.model_copy(update={"forgets": config.inference.forgets or reproducible(config)})
+        served = engine_config(config)
         self._engine = InferenceEngine(decoder, WeightVersion(-1, 0), tokenizer, served, str(ctx.identity))
         app = create_app(
             self._engine, tokenizer, MODEL_NAME, AccessRules(settings.token, max_waiting=served.max_waiting)

@@ -29,7 +29,7 @@ from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.language.evaluator import Evaluator, kept_by
 from penstock.overseer.language.external import ExternalEngine
 from penstock.overseer.language.replay import ReferenceScores, arrived_examples, problem_rules
-from penstock.overseer.language.rollout import located, make_pool
+from penstock.overseer.language.rollout import engine_config, located, make_pool
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.results import BestNews, write_stats
 from penstock.overseer.run import step_of
@@ -144,8 +144,7 @@ class _Engine(NamedTuple):
 def _builtin(settings: Settings[RunConfig], start: RunStart) -> _Engine:
     """An engine in this process."""
     config, first = settings.config, WeightVersion(settings.lineage, step_of(settings.checkpoint))
-    served = config.inference.model_copy(update={"forgets": config.inference.forgets or config.replay.synchronous})
-    engine = InferenceEngine(start.policy, first, start.codec, served, ENGINE_NAME, start.begun)
+    engine = InferenceEngine(start.policy, first, start.codec, engine_config(config), ENGINE_NAME, start.begun)
     still = (*config.learner.optimizer.frozen, *start.policy.config.still)
 
     def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from penstock.curriculum import Curriculum
 from penstock.inference import AgentEndpoint, RemoteContext, Server, ServerPool
+from penstock.inference.config import InferenceConfig
 from penstock.inference.external import dialect_of, key_of
 from penstock.overseer.component import POLL_S, BusyTime, RunClock, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig, rollout_workers
@@ -129,6 +130,11 @@ def reproducible(config: RunConfig) -> bool:
     """
     alone = config.inference.servers == rollout_workers(config) == 1
     return config.replay.synchronous and alone and config.inference.engine == "builtin"
+
+
+def engine_config(config: RunConfig) -> InferenceConfig:
+    """`inference` as a run's own engines have it: they forget where the run is to go the same way every time."""
+    return config.inference.model_copy(update={"forgets": config.inference.forgets or reproducible(config)})
 
 
 def reachable(url: str) -> str:
