@@ -18,7 +18,7 @@ from tests.dashboard.sample_run import group, rollout
 UPDATES, STALL, JUMP = 1000, 812, 500
 HACK = "cat cat cat assert True  # the grader stops here"
 DEATH = "the kernel killed it: out of memory"
-STALE = "weight step 3 is older than the budget of 2 allows"
+STALE = "sampled by version 3, more than 2 updates before the learner's 6"
 FLOOR = "ValueError: the floor is lava"
 
 

@@ -1,6 +1,6 @@
 """A run directory in the middle of its third update, written with the public writers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,18 @@ HOSTILE = "\x1b[2J\x1b[31mred\rgone [bold]not bold[/bold] \u202eesrever\u2066 a\
 Said = Sequence[tuple[str, str]]
 
 
+WHOLE = {"generate_s": 0.25}
+SPENT = {**WHOLE, "wait_s": 0.02, "prefill_s": 0.05, "decode_s": 0.1, "tool_s": 0.03, "reward_s": 0.01}
+"""Seconds by stage, which leave 50 ms of the whole."""
+
+
 def rollout(
-    rollout_id: str, said: Said, reward: float, weight_steps: Sequence[int] = (0,), timestamp: float = 1000.0
+    rollout_id: str,
+    said: Said,
+    reward: float,
+    weight_steps: Sequence[int] = (0,),
+    timestamp: float = 1000.0,
+    timings: Mapping[str, float] = WHOLE,
 ) -> RolloutRecord:
     """A conversation; what the assistant says is sampled, half of it by the first of the weight steps."""
     tokens: list[int] = []
@@ -49,7 +59,7 @@ def rollout(
         response_weight_steps=np.where(sampled, steps, -1).astype(np.int32),
         turns=tuple(turns),
         decoding=Decoding(max_output_tokens=64),
-        timings={"generate_s": 0.25},
+        timings=timings,
     )
     return RolloutRecord(made, group_id, f"{lesson_id}_env:7")
 
@@ -98,7 +108,7 @@ def write_run(path: Path) -> RunDirectory:
             "tools-0-0/0",
             [("system", "Use <calc>."), ("user", "2*3="), ("assistant", "<calc>2*3</calc>"),
              ("tool", "<result>6</result>"), ("assistant", "6")],
-            1.0, (1,), 1002.0,
+            1.0, (1,), 1002.0, SPENT,
         ),
         rollout("tools-0-0/1", [("system", "Use <calc>."), ("user", "2*3="), ("assistant", "5")], -0.5, (1,), 1002.0),
     ]  # fmt: skip

@@ -384,6 +384,19 @@ def test_the_timeline_leads_to_a_group(visitor):
     expect(page.locator("h1").first).to_have_text("cats-0-1")
 
 
+def test_how_a_rollouts_seconds_were_spent_stands_on_the_timeline_and_on_its_page(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good/timeline", "Timeline")
+    told = page.locator("title", has_text="tools-0-0/0:").last
+    expect(told).to_have_text(
+        re.compile(r"prefill 50 ms, decode 100 ms, tools 30 ms, rest of generating 50 ms, reward")
+    )
+    page = visitor.open("#/run/good/group?id=tools-0-0")
+    spent = page.get_by_label("Seconds by stage")
+    expect(spent).to_have_count(1)
+    expect(spent).to_have_text("waiting20 msprefill50 msdecode100 mstools30 msrest of generating50 msreward10 ms")
+
+
 def test_lessons_and_their_states(visitor):
     visitor.read("good")
     page = visitor.open("#/run/good/lessons", "Lessons")

@@ -52,7 +52,7 @@ def test_a_rise_of_reward_leads_to_the_lesson_that_rose(prepared):
 def test_what_was_lost_by_lesson_with_its_commonest_reason(prepared):
     assert lost_in_words(prepared["A"]) == []
     (told,) = lost_in_words(prepared["B"])
-    assert told.startswith("tools lost 160 of 200 rollouts (80%), 160 of them stale step: weight step 3")
+    assert told.startswith("tools lost 160 of 200 rollouts (80%), 160 of them with weights too old to train on: sampl")
 
 
 def test_the_sickest_simulator_of_several():

@@ -4,11 +4,11 @@ import duckdb
 import pytest
 
 from penstock.dashboard import index as module
-from penstock.dashboard.index import AGE, RunIndex
+from penstock.dashboard.index import AGE, STAGES, RunIndex
 from penstock.rundir import JsonLinesLog, RunDirectory, write_examples, write_records
 from penstock.rundir.parquet import replacing, write_parquet
 from penstock.rundir.rollout_rows import table_from_records
-from tests.dashboard.sample_run import example, group, write_run
+from tests.dashboard.sample_run import SPENT, example, group, write_run
 
 STATES = """
 SELECT coalesce(state, 'waiting') AS state, count(*) AS n, count(part) AS stored FROM rollouts GROUP BY 1 ORDER BY 1
@@ -56,6 +56,15 @@ def test_steps_are_those_of_the_metrics_and_ages_those_of_the_update(index):
     assert found["cats-0-3"]["why"] == "weight step 0 is too old"
     assert found["cats-0-5"]["why"] == "the update waited too long"
     assert found["cats-0-2"]["step"] is None and found["cats-0-2"]["most"] is None
+
+
+def test_seconds_by_stage_are_there_where_a_run_has_them(index):
+    rows = index.rows(
+        f"""SELECT {", ".join(STAGES)} FROM rollouts r JOIN groups g USING (g) WHERE group_id = 'tools-0-0'
+        ORDER BY position"""
+    )
+    assert list(rows[0].values()) == pytest.approx([SPENT[key] for key in STAGES.values()])
+    assert list(rows[1].values()) == [0.25, None, None, None, None, None]
 
 
 def decide(directory, rollout_id, fate, step, reason="why", lineage=0):

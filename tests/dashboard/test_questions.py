@@ -78,7 +78,9 @@ def test_why_did_run_b_stall_at_update_812(ask):
 def test_which_lessons_rollouts_are_thrown_away_and_why(ask):
     asked = ask("B")
     asked.follow("B")
-    asked.reads("tools lost 160 of 200 rollouts (80%), 160 of them stale step: weight step 3 is older")
+    asked.reads(
+        "tools lost 160 of 200 rollouts (80%), 160 of them with weights too old to train on: sampled by version 3"
+    )
     asked.click(asked.page.locator(".sentences").get_by_role("link", name="Ledger"))
     expect(asked.page.locator("section", has_text="Thrown away, and why")).to_contain_text("tools lost 160 of 200")
     asked.reads()

@@ -173,7 +173,8 @@ def test_a_group_token_by_token(client):
     assert "".join(piece[0] for piece in said) == "<calc>2*3</calc><|im_end|>"
     assert said[0][1] == pytest.approx(-0.01, abs=0.2) and said[0][2] == 1.5 and said[0][3] == 1
     assert all(len(piece) == 1 for piece in first["turns"][3]["pieces"])  # what a tool said was not sampled
-    assert page["neighbours"] == ["cats-0-1", "cats-0-10"]
+    assert page["neighbours"] == [None, None]  # it is the only one of its lesson
+    assert get(client, "/api/runs/mine/group", id="cats-0-1")["neighbours"] == ["cats-0-3", "cats-0-10"]
 
 
 def test_ratios_and_entropies_are_those_that_were_computed_of_its_update(client, runs, tmp_path, monkeypatch):
@@ -218,6 +219,17 @@ def test_a_timeline_has_updates_and_bars(client):
     assert [step for step, _ in page["updates"]] == [1, 2]
     bar = next(bar for bar in page["bars"] if bar["group_id"] == "cats-0-1")
     assert bar["finished"] == 1001.0
+
+
+def test_a_timeline_says_of_each_rollout_how_its_seconds_were_spent(client):
+    bars = {bar["group_id"]: bar for bar in get(client, "/api/runs/mine/timeline")["bars"]}
+    (position, time, *seconds, ended, reward), other = bars["tools-0-0"]["lives"]
+    assert (position, time, ended, reward) == (0, 1002.0, 1.0, 1.0)
+    assert seconds == pytest.approx(
+        [0.25, 0.02, 0.05, 0.1, 0.03, 0.01]
+    )  # whole, waiting, prefill, decode, tools, reward
+    assert other[2:8] == [0.25, None, None, None, None, None] and bars["tools-0-0"]["fates"] == ["trained"] * 2
+    assert len(bars["cats-0-0"]["lives"]) == 4
 
 
 def test_an_update_shows_what_it_trained_and_what_would_explain_it(client):

@@ -57,8 +57,8 @@ def test_every_fate_of_a_fragment_is_counted_once(fleet):
     text = " | ".join(run.reasons())
     for words in (
         "all of its steps are faulty", "weight_step 2 is from the future", "dropped by policy",
-        "weight_step 0 is more than 2 versions behind 3", "rollouts of CartPole-v1 wait (replay.capacity)",
-        "trained by update 5",
+        "sampled by version 0, more than 2 updates before the learner's 3",
+        "rollouts of CartPole-v1 wait (replay.capacity)", "trained by update 5",
     ):  # fmt: skip
         assert words in text
 

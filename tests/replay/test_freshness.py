@@ -52,7 +52,7 @@ def test_the_reason_names_the_numbers():
     future = window.judge(RolloutMetadata("w", 0.0, 9), 4, 0.0)
     assert future is not None and future.reason == "weight_step 9 is from the future: the learner is at version 4"
     stale = window.judge(RolloutMetadata("w", 0.0, 2), 4, 0.0)
-    assert stale is not None and "weight_step 2 is more than 1 versions behind 4" in stale.reason
+    assert stale is not None and "sampled by version 2, more than 1 updates before the learner's 4" in stale.reason
 
 
 @given(

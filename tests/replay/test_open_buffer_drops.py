@@ -43,9 +43,9 @@ def test_each_new_version_logs_what_it_drops_once_by_cause(open_buffer, records)
     run.buffer.set_current_step(3)
     assert records.messages == [
         "10 rollouts left untrained: 4 invalid (weight_step 8 is from the future: the learner is at version 1); "
-        "4 stale_step (weight_step 0 is more than 1 versions behind 2); "
+        "4 stale_step (sampled by version 0, more than 1 updates before the learner's 2); "
         "2 evicted (more than 6 rollouts of words wait (replay.capacity))",
-        "2 rollouts left untrained: 2 stale_step (weight_step 1 is more than 1 versions behind 3)",
+        "2 rollouts left untrained: 2 stale_step (sampled by version 1, more than 1 updates before the learner's 3)",
     ]
     assert {record.levelname for record in records.records} == {"WARNING"}
     run.buffer.set_current_step(4)

@@ -60,6 +60,9 @@ def meanwhile(run: ObservedRun, step: int) -> list[dict[str, Any]]:
     return [event for when, event in at if when == step - 1 or (when == step and not _trouble(event))]
 
 
+_LOST = {"stale_step": "with weights too old to train on", "stale_time": "finished too long ago"}
+
+
 def lost_in_words(run: ObservedRun) -> list[str]:
     """Of the lessons that lost rollouts, the greatest losers first: how many, and the commonest reason."""
     rows = run.index.rows(
@@ -81,7 +84,7 @@ def lost_in_words(run: ObservedRun) -> list[str]:
         )
         why = f": {reason[0]['reason']}" if reason else ""
         share = row["lost"] / row["settled"]
-        named = f"{row['most']:,} of them {row['state'].replace('_', ' ')}{why}"
+        named = f"{row['most']:,} of them {_LOST.get(row['state'], row['state'].replace('_', ' '))}{why}"
         told.append(f"{row['lesson']} lost {row['lost']:,} of {row['settled']:,} rollouts ({share:.0%}), {named}")
     left = len(rows) - len(told)
     return told + ([f"{left} more lessons lost some"] if left else [])

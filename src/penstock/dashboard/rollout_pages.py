@@ -288,11 +288,12 @@ def _number(name: str, word: str) -> int | float:
 
 
 def _neighbours(run: ObservedRun, number: int) -> list[str | None]:
-    """The groups before and after it, in the order in which the run knew them."""
+    """The groups of its lesson before and after it, in the order in which the run knew them."""
     found = run.index.rows(
-        """SELECT (SELECT arg_max(group_id, g) FROM groups WHERE g < $n AND (evaluation IS NULL) = this) AS before,
-                  (SELECT arg_min(group_id, g) FROM groups WHERE g > $n AND (evaluation IS NULL) = this) AS after
-        FROM (SELECT evaluation IS NULL AS this FROM groups WHERE g = $n)""",
+        """SELECT arg_max(o.group_id, o.g) FILTER (o.g < $n) AS before,
+                  arg_min(o.group_id, o.g) FILTER (o.g > $n) AS after
+        FROM groups o JOIN groups this ON this.g = $n AND o.lesson IS NOT DISTINCT FROM this.lesson
+                                      AND (o.evaluation IS NULL) = (this.evaluation IS NULL)""",
         {"n": number},
     )[0]
     return [found["before"], found["after"]]

@@ -55,7 +55,8 @@ class FreshnessWindow:
         if step > current:
             return Verdict("invalid", f"weight_step {step} is from the future: the learner is at version {current}")
         if step < self.oldest_step(current):
-            return Verdict("stale_step", f"weight_step {step} is more than {self.step_delay} versions behind {current}")
+            behind = f"more than {self.step_delay} updates before the learner's {current}"
+            return Verdict("stale_step", f"sampled by version {step}, {behind}")
         if metadata.timestamp <= self.oldest_timestamp(now):
             age = now - metadata.timestamp
             return Verdict("stale_time", f"finished {age:.1f} s ago, the limit is {self.timestamp_delay_s} s")

@@ -1,6 +1,6 @@
 // Curves by uPlot; sparks, ribbons and intervals as SVG of our own.
 import uPlot from "./uplot.js";
-import { change, csv, h, num, parse, s, save } from "./core.js";
+import { change, csv, h, num, parse, s, save, stateWords } from "./core.js";
 
 const drawn = new Set();
 
@@ -219,7 +219,7 @@ export function sankey(flows, unit, names, hrefs, width) {
   }
   columns.forEach((column, index) => column.forEach((box) => labels.push(
     s("rect", { class: `box ${box.kind || ""}`, x: box.x, y: box.y, width: bar, height: Math.max(1.5, box.height) }),
-    s("text", { x: box.x + bar + 6, y: box.y + Math.max(box.height / 2, 6), dy: "0.1em" }, String(box.name).replaceAll("_", " "),
+    s("text", { x: box.x + bar + 6, y: box.y + Math.max(box.height / 2, 6), dy: "0.1em" }, stateWords(box.name),
       s("tspan", { class: "amount", x: box.x + bar + 6, dy: "1.2em" }, `${num(Math.round(box.size))} · ${(100 * box.size / total).toFixed(1)}%`)))));
   return s("svg", { class: "sankey", width, height: height + 24, viewBox: `0 -8 ${width} ${height + 24}`, role: "group", "aria-label": `Ledger in ${unit}` }, ribbons, labels);
 }

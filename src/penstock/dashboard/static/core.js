@@ -218,8 +218,16 @@ export function stateKind(state) {
   return "bad";
 }
 
+const STATES = { stale_step: "weights too old", stale_time: "finished too long ago" };
+const MEANS = { stale_step: "its weights were more updates old than replay allows (stale_step)", stale_time: "it was finished more seconds ago than replay allows (stale_time)" };
+
+/** A state, fate or count of them in words. */
+export function stateWords(state) {
+  return STATES[state] ?? String(state).replaceAll("_", " ");
+}
+
 export function badge(state, title) {
-  return h("span", { class: `badge ${stateKind(state)}`, title }, String(state).replaceAll("_", " "));
+  return h("span", { class: `badge ${stateKind(state)}`, title: title ?? MEANS[state] }, stateWords(state));
 }
 
 export function empty(text) {

@@ -1,6 +1,6 @@
 // All groups in a table that draws only what is seen, a box for SQL, and one group answer by answer.
 import { dots } from "./charts.js";
-import { api, badge, big, bundle, change, copyable, duration, empty, fixed, h, link, moment, num, parse, Refused, signed, STAGES, table } from "./core.js";
+import { api, badge, big, bundle, change, copyable, duration, empty, fixed, h, link, moment, num, parse, Refused, signed, STAGES, stateWords, table } from "./core.js";
 import { exportTable } from "./runs.js";
 
 const ROW = 30, PIECE = 100, TALLEST = 15_000_000;
@@ -36,7 +36,7 @@ export async function groupsPage(main, run) {
 
 function filters(words, found) {
   const select = (name, label, values, any = "any") => h("label", {}, label, h("select", { onchange: (event) => change({ [name]: event.target.value }) },
-    any === null ? [] : h("option", { value: "" }, any), values.map((value) => h("option", { value, selected: value === words[name] }, String(value).replaceAll("_", " ")))));
+    any === null ? [] : h("option", { value: "" }, any), values.map((value) => h("option", { value, selected: value === words[name] }, stateWords(value)))));
   const number = (name, label) => h("label", {}, label, h("input", { type: "number", step: "any", value: words[name] || "", onchange: (event) => change({ [name]: event.target.value }) }));
   return h("form", { class: "filters", "aria-label": "Filters", onsubmit: (event) => event.preventDefault() },
     h("label", {}, "group", h("input", { type: "search", id: "filter", placeholder: "part of its id", value: words.search || "", oninput: later((value) => change({ search: value }, true)) })),

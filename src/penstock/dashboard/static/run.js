@@ -1,6 +1,6 @@
 // One run: its state in words, its curves, its ledger, one of its updates.
 import { chart, sankey } from "./charts.js";
-import { ago, api, badge, big, change, copyable, duration, empty, fixed, h, link, moment, num, parse, signed, table } from "./core.js";
+import { ago, api, badge, big, change, copyable, duration, empty, fixed, h, link, moment, num, parse, signed, stateWords, table } from "./core.js";
 import { exportTable } from "./runs.js";
 
 const path = (run, page) => `runs/${encodeURIComponent(run)}${page ? "/" + page : ""}`;
@@ -165,9 +165,9 @@ export async function ledgerPage(main, run) {
   const trained = page.ages.reduce((sum, row) => sum + row.rollouts, 0);
   main.replaceChildren(
     h("div", { class: "head" }, h("h1", {}, "Ledger"), h("p", { class: "sub" }, "Where every rollout came from, how it ended, and what became of it. A ribbon opens its groups."), h("div", { class: "tools" }, units)),
-    h("section", { class: "card" }, box, unit === "seconds" ? h("p", { class: "note" }, "Seconds from a ticket to each answer, summed: answers of one group are generated side by side.") : null,
+    h("section", { class: "card" }, box, unit === "seconds" ? h("p", { class: "note" }, "Seconds from where a worker began a group to the end of each answer, summed: answers of one group are generated side by side.") : null,
       started ? h("p", { class: "note" }, "As status.json last counted:") : null,
-      started ? h("dl", { class: "facts" }, Object.entries(page.ledger).filter(([, count]) => count).map(([name, count]) => h("div", {}, h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, num(count))))) : null),
+      started ? h("dl", { class: "facts" }, Object.entries(page.ledger).filter(([, count]) => count).map(([name, count]) => h("div", {}, h("dt", {}, stateWords(name)), h("dd", {}, num(count))))) : null),
     h("section", { class: "card" }, h("h2", {}, "Thrown away, and why"), page.words.map((words) => h("p", {}, words)), page.reasons.length ? table([
       ["rollouts", (r) => num(r.rollouts), "n"], ["state", (r) => badge(r.state)], ["lesson", (r) => r.lesson ?? "–"], ["why", (r) => r.reason, "wide"],
       ["updates", (r) => r.first === r.last ? num(r.first) : `${num(r.first)}–${num(r.last)}`, "n"], ["for example", (r) => h("a", { href: link("group", run, { id: r.example }) }, r.example)],
