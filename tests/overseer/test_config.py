@@ -24,6 +24,12 @@ def test_a_dumped_config_loads_as_itself():
             {"overseer": {"checkpoint_every": 20, "keep_every": 50}},
             r"overseer: .*keep_every \(50\) must be a multiple of checkpoint_every \(20\), such as 60",
         ),
+        ({"weights": {"bfloat16": True}}, "weights.bfloat16 is true: .* the learner's own arrays.* model.dtype"),
+        (
+            {"learner": {"parity": {"kl_limit": 0.5}}},
+            r"learner.parity: kl_limit is 0.5, above hard_kl_limit \(0.1\).*: lower it, or raise hard_kl_limit",
+        ),
+        ({"learner": {"parity": {"wait_s": float("inf")}}}, "learner.parity.wait_s is inf: it must be a finite number"),
         ({"learner": {"row_length": 32}}, "learner.row_length is 32, shorter than inference.max_seq_len = 48"),
         ({"async": False, "rollout": {"max_concurrent_groups": 2}}, "rollout.max_concurrent_groups is 2"),
         (

@@ -147,6 +147,22 @@ def test_stop_tokens_are_the_end_of_text_the_ends_of_a_turn_and_the_checkpoints_
     assert Tokenizer.load(directory).stop_token_ids == (pad, turn_end, 7)
 
 
+@pytest.mark.parametrize("generation", [None, {"temperature": 0.7}, {"eos_token_id": None}])
+def test_where_nothing_says_how_to_generate_the_models_own_ends_of_text_stop(variant, generation):
+    directory = variant()
+    own = Tokenizer.load(directory).stop_token_ids
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": [5, 7]}))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    assert Tokenizer.load(directory).stop_token_ids == (*own, 5, 7)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert Tokenizer.load(directory).stop_token_ids == (*own, 9)
+    (directory / "generation_config.json").unlink()
+    (directory / "config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(ConfigError, match=r"config.json: eos_token_id is '</s>': it must be a token's id"):
+        Tokenizer.load(directory)
+
+
 @pytest.mark.parametrize("value", [[None], "x", -1, 2**31, [[2]], 0.5, True])
 def test_stop_tokens_that_are_no_ids_are_refused_with_the_remedy(variant, value):
     directory = variant()

@@ -310,9 +310,18 @@ class ParityConfig(FrozenConfig, frozen=True):
     sequences: int = Field(default=2, ge=1)
     canary_prompts: int = Field(default=2, ge=1)
     canary_tokens: int = Field(default=16, ge=8, le=16)
-    wait_s: float = Field(default=2.0, gt=0)
+    wait_s: float = Field(default=2.0, gt=0, allow_inf_nan=False)
     kl_limit: float | None = Field(default=None, gt=0)
-    hard_kl_limit: float = Field(default=0.1, gt=0)
+    hard_kl_limit: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _hard_is_higher(self) -> "ParityConfig":
+        if self.kl_limit is not None and self.kl_limit > self.hard_kl_limit:
+            raise ValueError(
+                f"kl_limit is {self.kl_limit:g}, above hard_kl_limit ({self.hard_kl_limit:g}), beyond which one check "
+                "alone ends the run: lower it, or raise hard_kl_limit"
+            )
+        return self
 
 
 def refuse_idle_course(optimizer: OptimizerConfig) -> None:

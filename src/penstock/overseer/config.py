@@ -281,6 +281,11 @@ class RunConfig(BaseModel):
                 f"rollout.workers names {', '.join(workers) or 'no lesson'}, and the lessons are "
                 f"{', '.join(lessons)}: give each lesson its workers, or one number for all (differing: {wrong})"
             )
+        if self.weights.bfloat16:
+            raise ValueError(
+                "weights.bfloat16 is true: engines of a language policy are held to the learner's own arrays, and "
+                "would serve rounded ones; leave it out, and set model.dtype to bfloat16"
+            )
         if self.runtime == "ray":
             if self.rollout.storage.kind != "memory":
                 raise ValueError(

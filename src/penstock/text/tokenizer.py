@@ -309,8 +309,15 @@ def _load_fast(directory: Path) -> "PreTrainedTokenizerFast":
 
 
 def _generation_stop_ids(directory: Path) -> list[int]:
-    """The end-of-text ids of the checkpoint's ``generation_config.json``, where there is one."""
-    path = directory / "generation_config.json"
+    """The end-of-text ids that a checkpoint's ``generation_config.json`` names, else its ``config.json``.
+
+    As transformers reads them.
+    """
+    return _end_ids(directory / "generation_config.json") or _end_ids(directory / "config.json")
+
+
+def _end_ids(path: Path) -> list[int]:
+    """A configuration's ``eos_token_id``; none where there is no such file."""
     if not path.is_file():
         return []
     try:

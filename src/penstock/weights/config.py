@@ -23,8 +23,8 @@ class WeightsConfig(BaseModel):
             files in a directory or URL that everybody reaches.
         encoding: `full` sends every array; `delta` sends the lossless difference to the version that the client has,
             where that is smaller.
-        bfloat16: Cast float32 arrays to bfloat16, on the learner's device, before they are sent. The engine then
-            samples from rounded weights, and `mismatch_kl` says by how much that differs.
+        bfloat16: Cast float32 arrays to bfloat16, on the learner's device, before they are sent. Of control policies
+            alone: their fleet then samples from rounded weights, and `mismatch_kl` says by how much that differs.
         host: Address that a server listens on; anything but loopback needs a token, which a run makes itself.
         port: 0 takes a free one.
         advertise: ``host:port`` that clients connect to, where it is not the one listened on (a proxy, a NAT).

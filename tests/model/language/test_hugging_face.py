@@ -101,6 +101,16 @@ def test_what_the_original_says_beyond_the_shape_is_kept(copy, tmp_path, tokeniz
         assert Tokenizer.load(saved).stop_token_ids == (2, 7)
 
 
+def test_ends_of_text_that_only_the_models_configuration_names_are_kept(copy, tmp_path, tokenizer):
+    directory = copy()
+    change_json(directory / "config.json", lambda config: config.update(eos_token_id=[2, 7]))
+    tokenizer.save(directory)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    save_decoder(load_decoder(directory), tmp_path / "saved", Tokenizer.load(directory))
+    assert json.loads((tmp_path / "saved" / "generation_config.json").read_text())["eos_token_id"] == [2, 7]
+    assert Tokenizer.load(tmp_path / "saved").stop_token_ids == (2, 7)
+
+
 @pytest.mark.parametrize(("limit", "files"), [(10**9, 1), (1, 21)])
 def test_large_weights_are_written_in_shards(golden_root, tmp_path, tokenizer, limit, files):
     decoder = load_decoder(golden_root / "llama")
