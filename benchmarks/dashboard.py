@@ -44,6 +44,7 @@ from benchmarks.marks import Marks
 from penstock.rundir import RunDirectory, read_metrics
 from penstock.rundir.parquet import write_parquet
 from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA
+from penstock.types.generation import STAGES
 from penstock.types.intervals import t_quantile
 
 PART_ROLLOUTS, GROUP, TOKENS = 50_000, 8, 8
@@ -77,6 +78,9 @@ def make_run(path: Path, rollouts: int, updates: int, metrics: int) -> None:
             file.write(json.dumps({"step": step, "time": 1e9 + step, **dict(zip(names, values, strict=True))}) + "\n")
     directory.events_path.write_text('{"time": 1e9, "event": "start", "step": 0}\n')
     directory.write_status({"state": "finished", "step": updates, "steps": updates, "lineage": 0})
+
+
+SPENT = [*STAGES, "tool_s", "reward_s", "generate_s"]
 
 
 def part(rng: np.random.Generator, start: int, count: int, rollouts: int, updates: int) -> pa.Table:
@@ -116,7 +120,11 @@ def part(rng: np.random.Generator, start: int, count: int, rollouts: int, update
                 )
             )
         elif field.name == "timings":
-            columns.append(pa.array([[("generate_s", 0.5)]] * count, field.type))
+            seconds = rng.exponential(0.1, (count, len(SPENT)))
+            seconds[:, -1] += seconds[:, :-2].sum(1)
+            keys = pa.array(SPENT * count, pa.string())
+            offsets_of_maps = np.arange(0, seconds.size + 1, len(SPENT), np.int32)
+            columns.append(pa.MapArray.from_arrays(offsets_of_maps, keys, seconds.ravel()).cast(field.type))
         else:
             columns.append(pa.array([None if field.nullable else []] * count, field.type))
     return pa.Table.from_arrays(columns, schema=ROLLOUT_SCHEMA)

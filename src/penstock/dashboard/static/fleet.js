@@ -70,7 +70,7 @@ function lanes(bars, updates, low, high, run, width) {
   });
   const every = Math.max(1, Math.ceil(updates.length / 24));
   const swaps = updates.map(([step, time], index) => s("g", { class: "swap" }, s("line", { x1: x(time), x2: x(time), y1: 16, y2: y }), index % every ? null : s("text", { x: x(time) + 2, y: 12 }, num(step))));
-  return s("svg", { width, height: y + 4, viewBox: `0 0 ${width} ${y + 4}`, role: "group", "aria-label": "Lives of rollouts" }, swaps, labels, drawn);
+  return s("svg", { width, height: y + 4, viewBox: `0 0 ${width} ${y + 4}`, role: "group", "aria-label": "Lives of rollouts" }, labels, drawn, swaps);
 }
 
 const told = (parts) => [...STAGES.map(([stage, , text]) => [stage, text]), ["buffer", "in the buffer"]].filter(([stage]) => parts[stage] > 0).map(([stage, text]) => `${text} ${duration(parts[stage])}`).join(", ");

@@ -21,6 +21,8 @@ const COLUMNS = [
   ["state", (g) => g.states.map((state) => badge(state, g.reason)), ""],
 ];
 
+const HINTS = { update: "that trained it, or that was next when it was thrown away", weights: "versions that sampled it, the oldest and the newest", age: "updates between its oldest weights and those of its update", time: "from where its worker began until its last answer ended" };
+
 export async function groupsPage(main, run) {
   const { words } = parse();
   const found = await api(path(run, "choices"));
@@ -58,7 +60,7 @@ function later(act) {
 /** Rows that are seen, and a few around; the rest is asked for when it comes into view. */
 function virtual(list, run, words, count) {
   const view = { pieces: new Map(), asked: new Set(), total: 0, at: Number(words.row || 0), low: 0, high: 1, ended: false };
-  const head = h("div", { class: "vrow vhead" }, COLUMNS.map(([title, , kind]) => h("span", { class: kind }, title)));
+  const head = h("div", { class: "vrow vhead" }, COLUMNS.map(([title, , kind]) => h("span", { class: kind, title: HINTS[title] }, title)));
   const space = h("div", { class: "vspace" });
   const pool = new Map();
   list.replaceChildren(head, space);
@@ -170,7 +172,7 @@ function sqlBox(run, words) {
   text.addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); go(); } });
   if (words.sql) go();
   return h("section", { class: "card" }, h("header", {}, h("h2", {}, "SQL"), h("div", { class: "tools" }, EXAMPLES.map(([name, sql]) => h("button", { class: "tool", type: "button", onclick: () => { text.value = sql; go(); } }, name)))),
-    h("p", { class: "note" }, "One statement that reads, over the views rollouts, turns, evaluations, batches, uses, fragments, fates, tickets, metrics, events; as penstock rollouts --sql. There a trained step is the version before the update: one less than here."),
+    h("p", { class: "note" }, "One statement that reads, over the views rollouts, turns, evaluations, batches, uses, fragments, fates, tickets, metrics, events; as penstock rollouts --sql. Its steps name an update by the version before it: one less than these pages."),
     text, h("div", { class: "tools" }, h("button", { class: "button", type: "button", onclick: go }, "Ask (Ctrl+Enter)")), out);
 }
 
