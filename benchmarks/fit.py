@@ -9,7 +9,7 @@ of arrays and of programs that run; what the process holds then without any arra
 of its own (`MALLOC_MMAP_THRESHOLD_`), which its end gives back: else glibc keeps freed arrays of up to 32 MiB, in
 pieces of no use to others, and the heap is what is measured. That is measured, too, and is no part of the mark. The
 exit code is 1 where a shape differs by more than 10%. The second form (extras `cuda-fit`, `tpu-fit`) runs nothing and
-prints the marks below.
+prints the marks below; with `--results FILE` it goes on where it was cut off. A file is of one version of the code.
 """
 
 import argparse
@@ -222,26 +222,81 @@ LINEAR = 4.4
 """Growth of temporaries over rows of four times the tokens."""
 
 
-def tabulate(
-    target: str, models: Sequence[str], rows: Sequence[int], trained: Sequence[str], changes: Sequence[str]
-) -> int:
+class Asked(NamedTuple):
+    """A line of the tables."""
+
+    target: str
+    model: str
+    trained: str
+    length: int
+
+
+class Line(NamedTuple):
+    """What the tables say of one run: cells to print, and what is judged."""
+
+    cells: tuple[str, ...]
+    remedy: str
+    fits: bool
+    temporaries_bytes: int
+    cache_bytes: int
+
+    @classmethod
+    def of(cls, report: "FitReport") -> "Line":
+        """Of a report; the cache is the largest that there is room for."""
+        cached = (report.slots[0] + report.room_slots) * report.slot_bytes if report.fits else 0
+        temporaries = report.program("gradient").temporaries_bytes
+        return cls(report.cells(), str(report.remedy or ""), report.fits, temporaries, cached)
+
+
+class Lines:
+    """Lines that are compiled once: a file has those of before, each added as it is made.
+
+    Args:
+        changes: What all runs change; lines of other changes are not this table's.
+        file: JSON, a line each; None: nothing is kept.
+    """
+
+    def __init__(self, changes: Sequence[str], file: Path | None) -> None:
+        self._changes, self._file = list(changes), file
+        self._known: dict[Asked, Line] = {}
+        for text in file.read_text().splitlines() if file is not None and file.exists() else []:
+            row = json.loads(text)
+            if row["changes"] == self._changes:
+                found = row["line"]
+                self._known[Asked(**row["asked"])] = Line(**found | {"cells": tuple(found["cells"])})
+
+    def line(self, asked: Asked) -> Line:
+        """The one that is known, or that `penstock fit` finds now."""
+        if asked in self._known:
+            return self._known[asked]
+        config = penstock.load_config("cats", [*LARGE, *self._changes])
+        rank = RANK if asked.trained == "lora" else None
+        report: Any = penstock.overseer.fit(config, asked.target, [asked.model], [asked.length], rank)
+        made = self._known[asked] = Line.of(report)
+        if self._file is not None:
+            row = {"asked": asked._asdict(), "changes": self._changes, "line": made._asdict()}
+            with self._file.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        return made
+
+
+def tabulate(target: str, models: Sequence[str], rows: Sequence[int], trained: Sequence[str], lines: Lines) -> int:
     """Prints marks, and a line for each model, what trains of it, and row length on a chip; how many were missed."""
     marks = Marks()
     print(f"{target}: compiled, not run: not yet measured", flush=True)
     for model, kind in product(models, trained):
         before: dict[int, int] = {}
         for length in rows:
-            config, rank = penstock.load_config("cats", [*LARGE, *changes]), RANK if kind == "lora" else None
-            report: Any = penstock.overseer.fit(config, target, [model], [length], rank)
-            before[length] = report.program("gradient").temporaries_bytes
-            cells = "  ".join(f"{cell:>12}" for cell in report.cells())
-            print(f"  {model:<5}{kind:<5}{length:>7,}  {cells}  {report.remedy or ''}", flush=True)
-            judge(marks, f"{model} {kind}", target, before, report)
+            line = lines.line(Asked(target, model, kind, length))
+            before[length] = line.temporaries_bytes
+            cells = "  ".join(f"{cell:>12}" for cell in line.cells)
+            print(f"  {model:<5}{kind:<5}{length:>7,}  {cells}  {line.remedy}", flush=True)
+            judge(marks, f"{model} {kind}", target, before, line)
     print("\n".join(marks.lines))
     return marks.missed
 
 
-def judge(marks: Marks, name: str, target: str, temporaries: dict[int, int], report: "FitReport") -> None:
+def judge(marks: Marks, name: str, target: str, temporaries: dict[int, int], line: Line) -> None:
     """What must hold of a line, given temporaries by row length, this line's the last."""
     length, found = list(temporaries.items())[-1]
     if length // 4 in temporaries:
@@ -250,24 +305,24 @@ def judge(marks: Marks, name: str, target: str, temporaries: dict[int, int], rep
     if (name, length) == ("0.5b full", 16384):
         marks.at_most(f"{name}, {length:,}, {target}: GB of temporaries of a row (was 43.7)", found / 1e9, 5)
     if (name, length, target) == ("1.5b full", 16384, "h100:1"):
-        marks.at_least(f"{name}, {length:,}, {target}: fits", float(report.fits), 1)
+        marks.at_least(f"{name}, {length:,}, {target}: fits", float(line.fits), 1)
     if (name, length, target) == ("7b lora", 16384, "h100:1"):
-        cached = (report.slots[0] + report.room_slots) * report.slot_bytes if report.fits else 0
-        marks.at_least(f"{name}, {length:,}, {target}: GB of KV cache that there is room for", cached / 1e9, 20)
+        what = f"{name}, {length:,}, {target}: GB of KV cache that there is room for"
+        marks.at_least(what, line.cache_bytes / 1e9, 20)
 
 
-def main() -> int:
-    arguments = parse()
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = parse(words)
     if arguments.measure:
         print(measured(calibrated(arguments.measure)))
         return 0
     if arguments.target:
-        asked = arguments.models, arguments.rows, arguments.trained, arguments.set
+        asked = arguments.models, arguments.rows, arguments.trained, Lines(arguments.set, arguments.results)
         return int(sum(tabulate(target, *asked) for target in arguments.target) > 0)
     return int(calibrate(arguments.shape or list(SHAPES)) > 0)
 
 
-def parse() -> argparse.Namespace:
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=SHAPES, help="of the calibration; by default all")
     parser.add_argument("--target", action="append", help="of the tables, such as h100:1; may be repeated")
@@ -275,8 +330,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of the tables")
     parser.add_argument("--trained", nargs="+", choices=TRAINED, default=TRAINED, help="of the tables")
     parser.add_argument("--set", nargs="+", default=(), metavar="KEY=VALUE", help="of the runs in the tables")
+    parser.add_argument("--results", type=Path, help="a file that has the tables' lines so far")
     parser.add_argument("--measure", choices=SHAPES, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -25,15 +26,14 @@ from penstock.batch import example_from_pair
 from penstock.inference import EngineConfig, EngineContext, InferenceEngine
 from penstock.inference.config import ServeConfig
 from penstock.inference.serving import serve
-from penstock.learner import Learner
-from penstock.learner.config import LearnerConfig
+from penstock.learner import CorrectionConfig, Learner, LearnerConfig, LossConfig, OptimizerConfig
 from penstock.model.language import PolicyConfig, Segments, load_decoder, load_policy, named_arrays
 from penstock.model.language.config import LoadingConfig
 from penstock.model.language.decoder import decoder_digests
 from penstock.overseer.language.export import ExportConfig, export
 from penstock.rundir import read_events, read_metrics
 from penstock.text import Tokenizer
-from penstock.types import Decoding, WeightVersion
+from penstock.types import Decoding, TrainingBatch, WeightVersion
 from penstock.weights import InProcessBroadcaster, trained_arrays
 
 ROOT = Path(__file__).parents[1]
@@ -105,6 +105,34 @@ def test_engine_and_learner_agree(tokenizer, dtype):
     assert sizes.size > 150
     for value, limit in zip((mean, p99, kl), LIMITS[dtype], strict=True):
         assert value <= limit
+
+
+def test_updates_by_blocks_have_the_same_curve_as_dense(tokenizer):
+    """Five updates of packed worked answers, half of them with a negative advantage, once by each."""
+    lines = (ROOT / "examples/data/word_problems.jsonl").read_text().splitlines()[:12]
+    pairs = [
+        example_from_pair(tokenizer.render(conversation(each["question"])), tokenizer.encode(each["answer"]))
+        for each in map(json.loads, lines)
+    ]
+    examples = tuple(
+        replace(pair, advantage=pair.advantage * (-1) ** number, rollout_ids=(f"smollm2-0-0/{number}",))
+        for number, pair in enumerate(pairs)
+    )
+    plain = LossConfig(surrogate="reinforce", correction=CorrectionConfig(kind="none"))
+    keys, curves = ("train/loss", "train/grad_norm", "train/entropy"), {}
+    for attention in ("dense", "blocks"):
+        config = LearnerConfig(
+            loss=plain, row_length=256, micro_batch_rows=2, attention=attention,
+            optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=0),
+        )  # fmt: skip
+        learner = Learner(load_decoder(SMOLLM2), config, 5)
+        updates = [learner.update(TrainingBatch("words", step, examples, (), {}), step) for step in range(5)]
+        curves[attention] = np.array([[update[key] for key in keys] for update in updates])
+    dense, blocks = curves["dense"], curves["blocks"]
+    print("\n" + "\n".join(f"{key} {column} differs by {np.abs(column - other).max():.2g} at most"
+                           for key, column, other in zip(keys, dense.T, blocks.T, strict=True)))  # fmt: skip
+    assert np.ptp(dense[:, 0]) > 0.01  # it learns
+    np.testing.assert_allclose(blocks, dense, rtol=1e-3, atol=1e-4)
 
 
 class Published:

@@ -1,17 +1,22 @@
 """Programs from shapes alone, and what is read from what a compiler made of them."""
 
+import importlib.util
+from functools import partial
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import penstock
-from penstock.overseer.fitting.chips import Chip
+from penstock.overseer.fitting.chips import CHIPS, Chip
 from penstock.overseer.fitting.compiling import (
     ChipCompiler,
     RunShapes,
     _compiled,
     array_bytes,
     largest_temporaries,
+    temporaries_of,
     tree_bytes,
 )
 from penstock.overseer.fitting.search import shape_named, with_adapter
@@ -61,16 +66,58 @@ class Refusing:
 
 def test_a_program_that_its_compiler_refuses_needs_what_the_refusal_says():
     words = "RESOURCE_EXHAUSTED: Ran out of memory. Used 23.50G of 15.75G hbm. Exceeded by 7.75G.\nmore"
-    part = _compiled(Refusing(words), None, arguments_bytes=2**30)
+    part = _compiled(Refusing(words), None, 2**30, "tpu")
     assert part.refused == words.splitlines()[0]
     assert part.arguments_bytes + part.temporaries_bytes == 23.5 * 2**30
     with pytest.raises(jax.errors.JaxRuntimeError, match="UNIMPLEMENTED"):
-        _compiled(Refusing("UNIMPLEMENTED: no such kernel"), None, 0)
+        _compiled(Refusing("UNIMPLEMENTED: no such kernel"), None, 0, "tpu")
 
 
-@pytest.fixture(scope="module")
-def config():
-    return penstock.load_config("cats", ["model.dtype=bfloat16"])
+def analysis(peak: int, temporaries: int = 60):
+    """As `memory_analysis()` has it: arguments of 100, of which results of 40 overwrite 30."""
+    sizes = {"argument": 100, "output": 40, "alias": 30, "temp": temporaries}
+    return SimpleNamespace(peak_memory_in_bytes=peak, **{f"{name}_size_in_bytes": n for name, n in sizes.items()})
+
+
+@pytest.mark.parametrize(
+    ("memory", "platform", "temporaries"),
+    [
+        (analysis(150), "tpu", 40), (analysis(200), "tpu", 60), (analysis(105), "tpu", 0),
+        (analysis(150), "cuda", 60), (analysis(150), "cpu", 60),
+    ],
+)  # fmt: skip
+def test_a_tpu_s_temporaries_are_those_of_its_peak_and_another_s_one_array(memory, platform, temporaries):
+    assert temporaries_of(memory, platform) == temporaries
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the extra tpu-fit")
+def test_a_tpu_s_compiler_refuses_by_the_peak(monkeypatch):
+    """Gradients through a scan, of which the compiler's sum of temporaries is larger, beside an array that fills up."""
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    chip = CHIPS["v5e"]
+    compiler, layers, width = ChipCompiler(chip), 32, 4096
+
+    def gradient(total, matrices, rows, beside):
+        def loss(matrices):
+            step = jax.checkpoint(lambda x, matrix: (jnp.tanh(x @ matrix).astype(x.dtype), None))
+            return jax.lax.scan(step, rows, matrices)[0].astype(jnp.float32).sum()
+
+        return total + jax.grad(loss)(matrices).astype(jnp.float32), beside[0, 0]
+
+    def compiled(beside_bytes: int):
+        shapes = (
+            ((layers, width, width), jnp.float32),
+            ((layers, width, width), jnp.bfloat16),
+            ((width, width), jnp.bfloat16),
+        )
+        arrays = [jax.ShapeDtypeStruct(*each) for each in (*shapes, ((beside_bytes // 4096, 1024), jnp.float32))]
+        return compiler.compile("it", "learner", partial(jax.jit(gradient, donate_argnums=0).lower, *arrays))
+
+    part = compiled(2**20)
+    room = chip.memory_bytes - part.arguments_bytes - part.extra_bytes
+    assert part.refused is None and compiled(room - 2**26).refused is None
+    assert compiled(room + 2**26).refused is not None
 
 
 def test_seven_billion_parameters_are_counted_without_an_array(config):
@@ -107,8 +154,6 @@ def test_frozen_arrays_have_no_part_in_gradient_and_state(config):
 
 
 def test_what_is_lowered_twice_is_compiled_once_and_keeps_its_name():
-    from functools import partial
-
     compiler = ChipCompiler(Chip("here", "cpu", 2**30, 1e9, {"float32": 1e9}))
     double = jax.jit(lambda x: (x @ x).sum())
     lowering = partial(double.lower, jax.ShapeDtypeStruct((64, 64), jnp.float32))
