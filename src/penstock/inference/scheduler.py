@@ -380,9 +380,7 @@ class RunningBatch:
             version: Of the weights that prefill.
             fresh_start: Nothing that was before may show in what follows.
         """
-        if fresh_start:
-            self._prefixes.clear()
-        if version != self._version:  # the same weights by another name, too
+        if fresh_start or version != self._version:  # the same weights by another name, too
             self._prefixes.clear()
         self._version = version
         assigned = self._place(arrivals)
