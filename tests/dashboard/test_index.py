@@ -63,8 +63,8 @@ def test_seconds_by_stage_are_there_where_a_run_has_them(index):
         f"""SELECT {", ".join(STAGES)} FROM rollouts r JOIN groups g USING (g) WHERE group_id = 'tools-0-0'
         ORDER BY position"""
     )
-    assert list(rows[0].values()) == pytest.approx([SPENT[key] for key in STAGES.values()])
-    assert list(rows[1].values()) == [0.25, None, None, None, None, None]
+    assert list(rows[0].values()) == [1000 * SPENT[key] for key in STAGES.values()]
+    assert list(rows[1].values()) == [None] * 5
 
 
 def decide(directory, rollout_id, fate, step, reason="why", lineage=0):

@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from penstock.rundir.directory import RunDirectory
 from penstock.rundir.live_files import UNREADABLE, open_run_storage, opened_part
 from penstock.rundir.parquet import replaced_names, schema_version
-from penstock.rundir.rollout_rows import records_from_table, table_from_records
+from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA, records_from_table, table_from_records
 from penstock.rundir.storage import LocalStorage, Storage
 from penstock.rundir.views import FATE_SCHEMA, TICKET_SCHEMA, horizons, read_log_block
 from penstock.types import PenstockError
@@ -48,11 +48,12 @@ MEMORY = "96MB"
 THREADS = 2
 
 STAGES = {
-    "seconds": "generate_s", "waited": "wait_s", "prefill": "prefill_s", "decode": "decode_s", "tool": "tool_s",
-    "scored": "reward_s",
+    "wait_ms": "wait_s", "prefill_ms": "prefill_s", "decode_ms": "decode_s", "tool_ms": "tool_s",
+    "reward_ms": "reward_s",
 }  # fmt: skip
-"""Columns of seconds, by their keys in `Rollout.timings`."""
+"""Columns by their keys in `Rollout.timings`: whole milliseconds, which take a third of the room of fractions."""
 _STAGES = ", ".join(STAGES)
+_MOST = 2**31 - 1
 
 _TABLES = f"""
 CREATE TABLE about (key VARCHAR, value VARCHAR);
@@ -62,8 +63,8 @@ CREATE TABLE groups (
     deadline INTEGER);
 CREATE TABLE rollouts (
     g INTEGER, position INTEGER, reward FLOAT, tokens INTEGER, weight_step INTEGER, newest INTEGER, lineage SMALLINT,
-    time DOUBLE, {", ".join(f"{name} FLOAT" for name in STAGES)}, worker VARCHAR, finish VARCHAR, part INTEGER,
-    row INTEGER, state VARCHAR, step INTEGER, ended DOUBLE, reason VARCHAR, advantage FLOAT);
+    time DOUBLE, seconds FLOAT, {", ".join(f"{name} INTEGER" for name in STAGES)}, worker VARCHAR, finish VARCHAR,
+    part INTEGER, row INTEGER, state VARCHAR, step INTEGER, ended DOUBLE, reason VARCHAR, advantage FLOAT);
 """
 AGE = "r.step - r.weight_step - (r.state IS NULL OR r.state = 'trained')::INTEGER"
 """Updates between the oldest weights behind a rollout and the version that its update, or its end, met."""
@@ -90,13 +91,13 @@ QUALIFY row_number() OVER (PARTITION BY g.g, i.position ORDER BY i.part DESC) = 
 """
 _KNOWN_ROWS = f"""
 UPDATE rollouts SET reward = n.reward, tokens = n.tokens, weight_step = n.weight_step, newest = n.newest,
-       lineage = n.lineage, time = n.time, {", ".join(f"{name} = n.{name}" for name in STAGES)}, worker = n.worker,
-       finish = n.finish, part = n.part, row = n.row
+       lineage = n.lineage, time = n.time, seconds = n.seconds, worker = n.worker, finish = n.finish,
+       part = n.part, row = n.row, {", ".join(f"{name} = n.{name}" for name in STAGES)}
 FROM numbered n WHERE rollouts.g = n.g AND rollouts.position = n.position
 """
 _NEW_ROWS = f"""
 INSERT INTO rollouts
-SELECT g, position, reward, tokens, weight_step, newest, lineage, time, {_STAGES}, worker, finish, part, row,
+SELECT g, position, reward, tokens, weight_step, newest, lineage, time, seconds, {_STAGES}, worker, finish, part, row,
        evaluation, CASE WHEN evaluation IS NULL THEN NULL ELSE weight_step END, NULL, NULL, NULL
 FROM numbered n WHERE NOT EXISTS (FROM rollouts r WHERE r.g = n.g AND r.position = n.position) ORDER BY part, row
 """
@@ -448,11 +449,7 @@ def _narrowed(file: pq.ParquetFile, name: str) -> pa.Table:
             "newest": column("newest_weight_step", pa.int32()),
             "lineage": column("lineage", pa.int16()),
             "time": column("timestamp", pa.float64()),
-            **(
-                _seconds(table.column("timings"))
-                if "timings" in have
-                else {name: column(name, pa.float32()) for name in STAGES}
-            ),
+            **_seconds(table.column("timings") if "timings" in have else pa.chunked_array([pa.nulls(count, _TIMINGS)])),
             "worker": column("worker_id", pa.string()),
             "finish": column("finish_reason", pa.string()),
             "row": pa.array(range(count), pa.int32()),
@@ -502,21 +499,27 @@ def _positions(ids: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.fill_null(found.cast(pa.int32()), 0)
 
 
+_TIMINGS = ROLLOUT_SCHEMA.field("timings").type
+
+
 def _seconds(timings: pa.ChunkedArray) -> dict[str, pa.Array]:
-    """By the names of `STAGES`."""
+    """The columns of what rollouts took; null where nobody said."""
     pair = pa.struct([("key", timings.type.key_type), ("value", timings.type.item_type)])
     lists = timings.cast(pa.list_(pair)).combine_chunks()
     pairs = lists.flatten()  # without what stands behind a null
     keys, values = pairs.field(0).dictionary_encode(), pairs.field(1).to_numpy(zero_copy_only=False)
     rows, codes = pc.list_parent_indices(lists).to_numpy(), keys.indices.to_numpy()
     numbers = {key: code for code, key in enumerate(keys.dictionary.to_pylist())}
-    columns: dict[str, pa.Array] = {}
-    for name, key in STAGES.items():
-        found = np.full(len(lists), np.nan, np.float32)
+
+    def column(key: str, scale: float, kind: pa.DataType) -> pa.Array:
+        found = np.full(len(lists), np.nan)
         is_wanted = codes == numbers.get(key, -1)
         found[rows[is_wanted]] = values[is_wanted]
-        columns[name] = pa.array(found, pa.float32(), from_pandas=True)
-    return columns
+        found = np.clip(found * scale, 0, _MOST)
+        return pa.array(np.rint(found) if scale != 1 else found, pa.float64(), from_pandas=True).cast(kind)
+
+    stages = {name: column(key, 1e3, pa.int32()) for name, key in STAGES.items()}
+    return {"seconds": column("generate_s", 1, pa.float32()), **stages}
 
 
 def _problems(keys: pa.ChunkedArray) -> pa.Array:

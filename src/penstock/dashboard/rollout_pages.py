@@ -99,8 +99,8 @@ WITH lives AS (
 SELECT g.group_id, g.lesson, any_value(g.admitted) AS admitted, min(r.time - r.seconds) AS began,
        max(r.time) AS finished, max(r.ended) AS ended, any_value(r.worker) AS worker, avg(r.reward) AS reward,
        max(r.step) AS step, list_sort(list_distinct(list(coalesce(r.state, 'waiting')))) AS states,
-       list([r.position, r.time, r.seconds, r.waited, r.prefill, r.decode, r.tool, r.scored, r.ended,
-             r.reward]::DOUBLE[] ORDER BY r.position) AS lives,
+       list([r.position, r.time, r.seconds, r.wait_ms / 1e3, r.prefill_ms / 1e3, r.decode_ms / 1e3,
+             r.tool_ms / 1e3, r.reward_ms / 1e3, r.ended, r.reward]::DOUBLE[] ORDER BY r.position) AS lives,
        list(coalesce(r.state, 'waiting') ORDER BY r.position) AS fates
 FROM rollouts r JOIN chosen c USING (g) JOIN groups g USING (g)
 GROUP BY g.group_id, g.lesson ORDER BY any_value(c.over) DESC

@@ -66,7 +66,9 @@ function lanes(bars, updates, low, high, run, width) {
     const all = bar.lives.map((life) => stretches(bar, life, life[8] ?? high).parts);
     const mean = Object.fromEntries(Object.keys(all[0]).map((stage) => [stage, all.reduce((sum, parts) => sum + parts[stage], 0) / all.length]));
     const words = `${bar.group_id}: ${told(mean)}${bar.lives.length > 1 ? " on average" : ""}; ${bar.states.join(", ")}${bar.step === null ? "" : ` at update ${bar.step}`}, reward ${fixed(bar.reward)}`;
-    return s("a", { href: link("group", run, { id: bar.group_id }), "aria-label": words }, bar.lives.map((life, index) => rollout(bar, life, bar.fates[index], top + index * PITCH, x, high)));
+    return s("a", { href: link("group", run, { id: bar.group_id }), "aria-label": words },
+      s("rect", { class: "hit", x: x(bar.admitted ?? bar.began).toFixed(1), y: top, width: Math.max(2, x(Math.max(bar.ended ?? high, bar.finished)) - x(bar.admitted ?? bar.began)).toFixed(1), height: all.length * PITCH - 1 }),
+      bar.lives.map((life, index) => rollout(bar, life, bar.fates[index], top + index * PITCH, x, high)));
   });
   const every = Math.max(1, Math.ceil(updates.length / 24));
   const swaps = updates.map(([step, time], index) => s("g", { class: "swap" }, s("line", { x1: x(time), x2: x(time), y1: 16, y2: y }), index % every ? null : s("text", { x: x(time) + 2, y: 12 }, num(step))));
