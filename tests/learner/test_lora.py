@@ -1,5 +1,6 @@
 """A learner of an adapter: what trains, what is published and saved, and that the base is shared and never changes."""
 
+import gc
 from dataclasses import replace
 
 import jax
@@ -53,6 +54,10 @@ def pointers(decoder: Decoder) -> set[int]:
     return {array.unsafe_buffer_pointer() for array in still}
 
 
+def live_bytes() -> int:
+    return sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted())
+
+
 def test_only_the_adapter_learns(beside, config, batch_of):
     learner = made(beside, config)
     bytes_before, scores_before = base_of(learner), learner.score(batch_of(0).examples)
@@ -80,6 +85,24 @@ def test_engine_and_learner_read_the_same_base(beside, config, batch_of):
     again = jax.tree.leaves((newer.ends, [replace(layer, adapter=None) for layer in newer.layers]))
     assert {a.unsafe_buffer_pointer() for a in apart} == {a.unsafe_buffer_pointer() for a in again} == pointers(beside)
     assert newer.digests() == decoder_digests(learner.named_arrays()) != served.digests()
+
+
+def test_engine_and_learner_hold_the_base_once(decoder, config, batch_of):
+    """By the bytes that live, those of an update in between too: no copy of any of it, by whatever name."""
+    shape = decoder.config.model_copy(update={"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4})
+    wide = adapted(Decoder.initialise(shape, jax.random.key(0)))
+    sizes = {name: array.nbytes for name, array in named_arrays(wide).items()}
+    adapter = sum(size for name, size in sizes.items() if name.startswith("adapter."))
+    gc.collect()
+    before = live_bytes()
+    learner = made(wide, config)
+    served = ServedWeights.of(learner.decoder)
+    learner.update(batch_of(0), 0)
+    newer = served.renewed(trained_arrays(learner.named_arrays(), learner.optimizer.frozen))
+    assert newer.digests() == decoder_digests(learner.named_arrays()) != served.digests()
+    gc.collect()
+    added, base = live_bytes() - before, sum(sizes.values()) - adapter
+    assert 3 * adapter < added < 8 * adapter < base / 2
 
 
 def test_engine_and_learner_read_the_same_frozen_ends(decoder, config, batch_of):
