@@ -6,8 +6,8 @@ PYTHON has torch and transformers. One model (by default 6.3M parameters at rand
 same float32 weights, sequences and weights of the loss on both sides, one optimiser step of AdamW per update. Each side
 has a process of its own; updates are made in turns, so that both meet the same machine, and the first of each is not
 counted. Both compute the head for loss tokens only. Printed are medians on the clock and of processor seconds, their
-ratio, and the peak of resident memory during an update; the losses of the first update must agree. On a machine that
-others use, too, `--processors 1` and the processor seconds are what can be compared.
+ratio, pages faulted in, and the peak of resident memory during an update; the losses of the first update must agree. On
+a machine that others use, too, `--processors 1` and the processor seconds are what can be compared.
 
     equal    64 sequences of 80 tokens; torch: a padded batch, which here pads nothing
     ragged   64 sequences of 16 to 512 tokens, most of them short; torch: padded to the longest of a micro-batch
@@ -111,19 +111,24 @@ class Side:
         self.ready = self._answer()
 
     def update(self) -> dict[str, Any]:
-        """Its seconds and loss, and the peak of its resident memory meanwhile in bytes."""
+        """Its seconds and loss, pages that it faulted in, and the peak of its resident memory meanwhile in bytes."""
         proc, pipe = Path(f"/proc/{self._process.pid}"), self._process.stdin
         assert pipe is not None
         (proc / "clear_refs").write_text("5")  # forgets the peak so far
+        before = self._faults()
         pipe.write("update\n")
         pipe.flush()
         answer = self._answer()
         status = (proc / "status").read_text().splitlines()
         peak = next(line.split()[1] for line in status if line.startswith("VmHWM"))
-        return answer | {"peak_bytes": int(peak) * 1024}
+        return answer | {"peak_bytes": int(peak) * 1024, "faults": self._faults() - before}
 
     def end(self) -> None:
         self._process.communicate(timeout=60)
+
+    def _faults(self) -> int:
+        """Of all its threads so far: field 10 of ``/proc/<pid>/stat``."""
+        return int(Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[7])
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -152,9 +157,9 @@ def compare(name: str, case: Case, arguments: argparse.Namespace, marks: Marks) 
     first = {side: found["loss"] for side, found in rounds[0].items()}
     if abs(first["penstock"] - first["torch"]) > 1e-3 * max(1, abs(first["torch"])):
         raise SystemExit(f"{name}: the sides compute another loss: {first}")
-    seconds, processor_s = (
+    seconds, processor_s, faults = (
         {side: float(np.median([each[side][kind] for each in rounds[1:]])) for side in sides}
-        for kind in ("seconds", "processor_s")
+        for kind in ("seconds", "processor_s", "faults")
     )
     peak = {side: max(each[side]["peak_bytes"] for each in rounds[1:]) / 1e6 for side in sides}
     tokens = sum(case.lengths)
@@ -162,7 +167,7 @@ def compare(name: str, case: Case, arguments: argparse.Namespace, marks: Marks) 
     for side in sides:
         print(
             f"  {side:<9}{seconds[side]:>8.2f} s {processor_s[side]:>8.2f} processor s "
-            f"{tokens / seconds[side]:>8,.0f} tokens/s {peak[side]:>8,.0f} MB"
+            f"{tokens / seconds[side]:>8,.0f} tokens/s {peak[side]:>8,.0f} MB {faults[side]:>10,.0f} faults"
         )
     sys.stdout.flush()
     of_processors = processor_s["torch"] / processor_s["penstock"]

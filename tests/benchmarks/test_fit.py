@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import benchmarks.fit
 import pytest
@@ -39,7 +40,7 @@ def line(temporaries=1e9, fits=True, cache=2e10) -> Line:
 
 
 @pytest.mark.parametrize(("temporaries", "missed"), [({4096: 1e9, 16384: 4.3e9}, 0), ({4096: 1e9, 16384: 5.1e9}, 2)])
-def test_temporaries_that_grow_faster_than_rows_miss_their_mark(temporaries: dict[int, float], missed: int):
+def test_temporaries_that_grow_faster_than_rows_miss_their_mark(temporaries: dict[int, Any], missed: int):
     marks = Marks()
     judge(marks, "0.5b full", "h100:1", temporaries, line(list(temporaries.values())[-1]))
     assert marks.missed == missed and len(marks.lines) == 2

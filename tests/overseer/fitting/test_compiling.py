@@ -120,6 +120,11 @@ def test_a_tpu_s_compiler_refuses_by_the_peak(monkeypatch):
     assert compiled(room + 2**26).refused is not None
 
 
+@pytest.fixture(scope="module")
+def config():
+    return penstock.load_config("cats", ["model.dtype=bfloat16"])
+
+
 def test_seven_billion_parameters_are_counted_without_an_array(config):
     model, before = shape_named("7b", config), len(jax.live_arrays())
     shapes = RunShapes(config, model)
