@@ -301,7 +301,8 @@ class ParityConfig(FrozenConfig, frozen=True):
         sequences: So many sequences that the learner's own version sampled are scored per check.
         canary_prompts: Of an engine that gave none, so many prompts of the batch are answered anew.
         canary_tokens: Longest of those answers.
-        wait_s: Longest wait for them once the update is made; an engine that has not answered then is unchecked.
+        wait_s: Longest wait for them once the update is made, a minute the first time that an engine is asked; one that
+            has not answered then is unchecked.
         kl_limit: Of the winsorised KL of a check; None: 1e-8 in float32, 5e-3 in bfloat16.
         hard_kl_limit: A KL beyond it ends the run at once.
     """

@@ -1,5 +1,6 @@
 """Evidence of parity: what is compared at an update, and who is asked; test_training has runs with a fault."""
 
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -181,7 +182,24 @@ def test_an_engine_may_take_as_long_as_the_update_did_and_the_wait_after_it(monk
         now[0] += seconds
         learner.step += 1
         assert check.end(learner)["train/parity_checked"] == 8  # type: ignore[arg-type]
-    assert cluster.limits_s == [2.0, 32.0, 9.0]
+    assert cluster.limits_s == [preparation.FIRST_ANSWER_S, 32.0, 9.0]
+
+
+def test_an_engine_that_is_asked_for_the_first_time_may_compile_its_answer(monkeypatch):
+    cluster, learner = Cluster("inference-0"), Learner()
+    learner.step, check = 5, check_of(cluster, wait_s=0.01)
+    answer, may_answer = cluster.answer, threading.Event()
+
+    def slow(name: str, method: str, *args: Any) -> Any:
+        assert method != "canary" or may_answer.wait(30)
+        return answer(name, method, *args)
+
+    monkeypatch.setattr(cluster, "answer", slow)
+    threading.Timer(0.3, may_answer.set).start()
+    assert update(check, learner, example(4))["train/parity_checked"] == 8
+    may_answer.clear()
+    assert update(check, learner, example(5))["train/parity_unchecked"] == 1  # now it has `wait_s`
+    may_answer.set()
 
 
 def test_what_is_found_of_an_engine_that_tells_no_digests_stands_in_for_them():

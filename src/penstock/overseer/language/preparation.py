@@ -64,6 +64,7 @@ class _Check(NamedTuple):
         engines: The engines that serve, by name, with their incarnations as rollouts have them.
         silent: Names of those that tell no digests: what is found stands in for them.
         canaries: Answers that are waited for.
+        wait_s: How long, once the update is made.
         started: On the performance counter.
     """
 
@@ -73,6 +74,7 @@ class _Check(NamedTuple):
     engines: Mapping[str, str]
     silent: tuple[str, ...]
     canaries: Mapping[str, Future[list[Completion]]]
+    wait_s: float
     started: float
 
     def lacking(self) -> list[str]:
@@ -82,6 +84,9 @@ class _Check(NamedTuple):
 
 UNATTRIBUTED = "rollouts"
 """Stands for the engine where several answered, or none is named."""
+
+FIRST_ANSWER_S = 60.0
+"""Longest wait for the first canary of an engine, which may still compile what answers it."""
 
 
 @final
@@ -110,6 +115,7 @@ class ParityCheck:
         self._metrics: Mapping[str, float] = {}
         self._began = 0.0
         self._update_s = 0.0  # of the last update
+        self._asked = set[str]()  # engines, once
 
     def begin(self, learner: Learner, batch: TrainingBatch[RLExample]) -> None:
         """Gathers evidence of the version that the learner holds; judges it now, where that needs nobody.
@@ -127,17 +133,21 @@ class ParityCheck:
         silent = tuple(peer.identity.name for peer in serving if not peer.address.get("digests"))
         own = [example for example in batch.examples if sampled_first_by(example, batch.step)]
         evidence = {name: own[: self._config.sequences] for name in engines} if own and len(engines) == 1 else {}
-        check = _Check(batch.step, learner.decoder, evidence, engines, silent, {}, started)
+        check = _Check(batch.step, learner.decoder, evidence, engines, silent, {}, self._config.wait_s, started)
         if check.lacking() or not engines:
             check = check._replace(evidence={**check.evidence, **self._arrived(check)})
         if engines and not check.lacking():
             self._metrics = self._judge(learner, check)
             return
+        lacking = check.lacking()
+        asked = {engines[name] for name in lacking}
+        wait_s = self._config.wait_s if asked <= self._asked else max(self._config.wait_s, FIRST_ANSWER_S)
+        self._asked |= asked
         # An update takes about as long as the last one.
-        asked = batch.step, self._prompts(batch.examples), self._update_s + self._config.wait_s
-        canaries = {name: self._calls.submit(self._canary, name, *asked) for name in check.lacking()}
+        what = batch.step, self._prompts(batch.examples), self._update_s + wait_s
+        canaries = {name: self._calls.submit(self._canary, name, *what) for name in lacking}
         seconds = time.perf_counter() - started
-        self._check = check._replace(canaries=canaries, started=-seconds)
+        self._check = check._replace(canaries=canaries, wait_s=wait_s, started=-seconds)
 
     def end(self, learner: Learner) -> Mapping[str, float]:
         """``train/parity_…`` of the version before the update, and ``time/parity``.
@@ -154,16 +164,16 @@ class ParityCheck:
         return self._judge(learner, check._replace(evidence=evidence, started=started))
 
     def wait_for_canaries(self) -> None:
-        """Returns when what was asked is answered, or `wait_s` later."""
+        """Returns when what was asked is answered, or its `wait_s` later."""
         if self._check is not None:
-            wait(self._check.canaries.values(), self._config.wait_s)
+            wait(self._check.canaries.values(), self._check.wait_s)
 
     def close(self) -> None:
         """Asks nobody any more."""
         self._calls.shutdown(wait=False, cancel_futures=True)
 
     def _judge(self, learner: Learner, check: _Check) -> dict[str, float]:
-        limit = time.monotonic() + self._config.wait_s
+        limit = time.monotonic() + check.wait_s
         found: dict[str, np.ndarray] = {}
         for name in check.engines:
             sampled = self._compare(learner, check, check.evidence.get(name, ()))
