@@ -110,3 +110,17 @@ def test_a_run_that_died_waiting_says_what_for(tmp_path):
     assert waited == "Last waiting for: 4 rollouts of cats"
     assert update_in_words(run, 1) == []
     run.close()
+
+
+def test_versions_that_nothing_was_compared_of_are_told(tmp_path):
+    directory = write_run(tmp_path / "unchecked")
+    metrics = MetricsLog(directory.metrics_path)
+    for step, unchecked in enumerate([0, 0, 1, 1, 2], 1):
+        metrics.append(step, {"train/parity_unchecked": unchecked})
+    metrics.close()
+    run = ObservedRun(directory.path)
+    run.catch_up()
+    found = named(run)["Parity"]
+    assert found["words"] == "2 times an engine gave nothing to compare of a version that was trained on"
+    assert found["links"] == [["First: update 3", "update", {"step": 3}]]
+    run.close()

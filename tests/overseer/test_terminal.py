@@ -229,6 +229,13 @@ def test_the_summary_tells_of_stretches_without_signal():
     assert lines[:2] == [told, "finished at step 5/5 after 2 s (1 s of training)"]
 
 
+def test_the_summary_tells_of_versions_without_evidence_of_parity():
+    console, of_last = Console(file=io.StringIO(), width=100), {"train/parity_unchecked": 2.0}
+    print_summary(RunSummary(Path("runs/x"), 5, 5, True, 2.0, 1.0, metrics=of_last), console)
+    first = console.file.getvalue().splitlines()[0]
+    assert first == "engine and learner not compared: 2 versions and engines (train/parity_unchecked)"
+
+
 @pytest.mark.parametrize("warm_start", [True, False])
 def test_a_warm_start_has_its_row_even_where_it_changed_nothing(warm_start):
     console = Console(file=io.StringIO(), width=60)

@@ -28,7 +28,7 @@ _PARTS = {
 
 def findings_page(run: ObservedRun) -> dict[str, Any]:
     """``findings``: each a ``name``, ``words``, and ``links`` of text, page and what is asked of the page."""
-    found = [_stall(run), _rise(run), _thrown_away(run), _sick(run)]
+    found = [_stall(run), _rise(run), _thrown_away(run), _sick(run), _unchecked(run)]
     return {"findings": [each for each in found if each is not None]}
 
 
@@ -205,6 +205,16 @@ def _thrown_away(run: ObservedRun) -> dict[str, Any] | None:
 def _sick(run: ObservedRun) -> dict[str, Any] | None:
     words = sickest_in_words(simulators_of(run))
     return {"name": "Simulators", "words": words, "links": [["Fleet", "fleet", {}]]} if words else None
+
+
+def _unchecked(run: ObservedRun) -> dict[str, Any] | None:
+    """Versions whose engines nothing was compared of; with several engines each counts."""
+    steps, values, _ = run.curves.series("train/parity_unchecked")
+    if not len(values) or not values[-1]:
+        return None
+    since = int(steps[np.argmax(values > 0)])
+    words = f"{_count(int(values[-1]), 'time')} an engine gave nothing to compare of a version that was trained on"
+    return {"name": "Parity", "words": words, "links": [[f"First: update {since:,}", "update", {"step": since}]]}
 
 
 def _seconds(run: ObservedRun) -> dict[str, np.ndarray]:

@@ -446,6 +446,9 @@ def print_summary(summary: RunSummary, console: Console) -> None:
         what = "groups failed" if summary.kind == "language" else "failures of simulators"
         told = f"{summary.failed_groups} {what}; the last: {summary.last_failure}"
         console.print(Text(printable(told), style="yellow"))
+    if unchecked := int(summary.metrics.get("train/parity_unchecked", 0)):
+        told = f"engine and learner not compared: {unchecked} versions and engines (train/parity_unchecked)"
+        console.print(Text(told, style="yellow"))
     for stretch in summary.no_signal:
         console.print(Text(printable(stretch), style="yellow"), soft_wrap=True)
     state = "finished" if summary.complete else "stopped"
