@@ -88,7 +88,7 @@ def keep_freed_memory() -> bool:
     """Has glibc keep what is freed for what is allocated next, so that it need not be paged in anew.
 
     XLA allocates a program's temporaries at every call; as it is by default, glibc asks the system for most of them and
-    gives them back at once, and the pages of an update are zeroed each time: a tenth of its processor seconds. What it
+    gives them back at once, and the pages of an update are zeroed each time, which took a tenth of its processor seconds. What it
     costs: freed memory stays with the process, up to its peak. For processes that are Penstock's own; nothing is done
     where the C library is another, nor where the environment configures malloc (``MALLOC_…``, ``GLIBC_TUNABLES``).
 
