@@ -87,8 +87,8 @@ def end_with_parent() -> None:
 def keep_freed_memory() -> bool:
     """Has glibc keep what is freed for what is allocated next, so that it need not be paged in anew.
 
-    XLA allocates a program's temporaries at every call; as it is by default, glibc asks the system for most of them and
-    gives them back at once, and the pages of an update are zeroed each time, which took a tenth of its processor seconds. What it
+    XLA allocates a program's temporaries at every call. By default glibc asks the system for most of them and gives
+    them back at once, so that it zeroes the pages of every update: a tenth of its processor seconds and more. What it
     costs: freed memory stays with the process, up to its peak. For processes that are Penstock's own; nothing is done
     where the C library is another, nor where the environment configures malloc (``MALLOC_…``, ``GLIBC_TUNABLES``).
 
