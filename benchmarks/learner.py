@@ -15,9 +15,8 @@ a machine that others use, too, `--processors 1` and the processor seconds are w
     segments the same; torch: a padded batch of the 64 sequences
 
 Torch is PyTorch eager with its fused attention (`sdpa`), as transformers calls it, in micro-batches of as many tokens.
-It keeps what the backward pass needs, and so does Penstock here (`remat: products`). Penstock's process keeps freed
-memory, as that of `penstock train` does; torch has the allocator that it comes with. `--keep both` has glibc keep it
-for torch, too, `--keep none` for neither side.
+It keeps what the backward pass needs, and so does Penstock here (`remat: products`). Both sides have the allocator that
+they come with; `--keep penstock` or `--keep both` has glibc keep freed memory, which then is not paged in anew.
 """
 
 import argparse
@@ -38,7 +37,6 @@ from benchmarks.update import SHAPE
 from penstock.batch import example_from_rollout, pack, trainable_tokens
 from penstock.learner import Learner, LearnerConfig, LossConfig, OptimizerConfig
 from penstock.model.language import Decoder, load_decoder, save_decoder
-from penstock.overseer.launch.process import keep_freed_memory
 from penstock.text import Tokenizer
 from penstock.types import RLExample, Rollout, RolloutMetadata, TrainingBatch
 
@@ -66,14 +64,12 @@ CASES = {
     "segments": Case((64,) * 64, 4096, 1, "padded", 1.0),
 }
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
-"""What `keep_freed_memory` says, by the environment."""
+"""To glibc: arrays of less than a gibibyte lie in the one heap, whose end is never given back."""
 
 
 def main() -> None:
     arguments = parse()
     if arguments.worker is not None:
-        if arguments.keep != "none":
-            keep_freed_memory()
         work(Path(arguments.worker), CASES[arguments.cases[0]], arguments.attention)
         return
     if arguments.processors is not None:
@@ -92,7 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--processors", type=int, help="how many each side may use; by default all")
-    parser.add_argument("--keep", choices=("penstock", "both", "none"), default="penstock", help="whose freed memory")
+    parser.add_argument("--keep", choices=("none", "penstock", "both"), default="none", help="whose freed memory")
     parser.add_argument("--attention", default="auto", help="learner.attention")
     parser.add_argument("--worker", metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -145,7 +141,7 @@ def compare(name: str, case: Case, arguments: argparse.Namespace, marks: Marks) 
         own = [sys.executable, "-m", "benchmarks.learner", "--worker", folder, "--cases", name]
         peer = Path(__file__).with_name("learner_peer.py")
         sides = {
-            "penstock": Side([*own, "--attention", arguments.attention, "--keep", arguments.keep], {}),
+            "penstock": Side([*own, "--attention", arguments.attention], KEPT if arguments.keep != "none" else {}),
             "torch": Side(
                 [arguments.torch_python, str(peer), folder, case.layout, str(case.row_length * case.rows)],
                 KEPT if arguments.keep == "both" else {},

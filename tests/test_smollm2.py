@@ -131,7 +131,7 @@ def test_updates_by_blocks_have_the_same_curve_as_dense(tokenizer):
     dense, blocks = curves["dense"], curves["blocks"]
     print("\n" + "\n".join(f"{key} {column} differs by {np.abs(column - other).max():.2g} at most"
                            for key, column, other in zip(keys, dense.T, blocks.T, strict=True)))  # fmt: skip
-    assert np.ptp(dense[:, 0]) > 0.01  # it learns
+    assert np.ptp(dense[:, 0]) > 0.005  # it learns
     np.testing.assert_allclose(blocks, dense, rtol=1e-3, atol=1e-4)
 
 

@@ -44,10 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    if arguments is None and sys.argv[1:2] == ["train"]:  # this process is Penstock's own
-        from penstock.overseer.launch.process import keep_freed_memory
-
-        keep_freed_memory()
     code = _run(arguments)
     if arguments is None:
         _end_within(_LONGEST_END_S, code)

@@ -1,8 +1,6 @@
 """Ending processes for certain: running, stopped, gone, and another one under the same number."""
 
 import os
-import platform
-import resource
 import signal
 import subprocess
 import sys
@@ -99,42 +97,3 @@ def test_a_stopped_child_ends_with_its_parent():
         while child.alive and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not child.alive
-
-
-AGAIN = """
-import ctypes, resource, sys
-from penstock.overseer.launch.process import keep_freed_memory
-print(keep_freed_memory() if sys.argv[1] == "kept" else None)
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.memset.argtypes, libc.free.argtypes = (
-    ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), (ctypes.c_void_p,)
-)
-def take(size):
-    at = libc.malloc(size)
-    libc.memset(at, 1, size)
-    libc.free(at)
-take(2**26)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(4):
-    take(2**26)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-def faults_of_taking_again(way: str, **environment: str) -> list[str]:
-    """What `AGAIN` prints: whether memory is kept, and pages faulted in by taking 64 MiB four times more."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    command = [sys.executable, "-c", AGAIN, way]
-    return subprocess.run(
-        command, env=inherited | environment, stdout=subprocess.PIPE, text=True, timeout=60, check=True
-    ).stdout.split()
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
-def test_freed_memory_that_is_kept_is_not_paged_in_again_and_the_environment_has_the_last_word():
-    pages = 4 * 2**26 // resource.getpagesize()
-    kept, faults = faults_of_taking_again("kept")
-    assert kept == "True" and int(faults) < pages / 100
-    assert int(faults_of_taking_again("not kept")[1]) > pages / 2
-    kept, faults = faults_of_taking_again("kept", MALLOC_MMAP_THRESHOLD_="65536")
-    assert kept == "False" and int(faults) > pages / 2

@@ -1,4 +1,4 @@
-"""Ending a process for certain, stopped or hung as it may be; starting one that ends with this; what this one keeps.
+"""Ending a process for certain, stopped or hung as it may be; and starting one that ends with this.
 
 A process is known by its number *and* the time it began, so that one which got the number of a dead one is left alone.
 That time is read from ``/proc``, and waiting needs no parent where the system has pidfds: Linux. Elsewhere the number
@@ -17,9 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SET_PARENT_DEATH_SIGNAL = 1
-_KEPT_FREED = {"M_MMAP_THRESHOLD": (-3, 2**30), "M_TRIM_THRESHOLD": (-1, -1), "M_ARENA_MAX": (-8, 1)}
-"""Parameters of glibc's `mallopt` by their numbers in malloc.h, and what they become: arrays of less than a gibibyte
-lie in the one heap, whose end is never given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +79,6 @@ def end_with_parent() -> None:
     """Has the system kill this process when its parent dies, even while it is stopped; nothing where it cannot."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-
-
-def keep_freed_memory() -> bool:
-    """Has glibc keep what is freed for what is allocated next, so that it need not be paged in anew.
-
-    XLA allocates a program's temporaries at every call; as it is by default, glibc asks the system for most of them and
-    gives them back at once, and the pages of an update are zeroed each time: a tenth of its processor seconds. What it
-    costs: freed memory stays with the process, up to its peak. For processes that are Penstock's own; nothing is done
-    where the C library is another, nor where the environment configures malloc (``MALLOC_…``, ``GLIBC_TUNABLES``).
-
-    Returns:
-        Whether it is so now.
-    """
-    own = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
-        "GLIBC_TUNABLES", ""
-    )
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" and not own else None
-    if mallopt is None or not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
-        return False
-    return all([mallopt(number, value) for number, value in _KEPT_FREED.values()])
 
 
 def _began(pid: int) -> int | None:
