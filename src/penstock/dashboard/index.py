@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from penstock.rundir.directory import RunDirectory
 from penstock.rundir.live_files import UNREADABLE, open_run_storage, opened_part
 from penstock.rundir.parquet import replaced_names, schema_version
-from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA, records_from_table, table_from_records
+from penstock.rundir.rollout_rows import records_from_table, table_from_records
 from penstock.rundir.storage import LocalStorage, Storage
 from penstock.rundir.views import FATE_SCHEMA, TICKET_SCHEMA, horizons, read_log_block
 from penstock.types import PenstockError
@@ -44,7 +44,9 @@ LOG_BYTES = 4 << 20
 FILES = 64
 """At most so many files are entered at once."""
 PORTION_BYTES = 4 << 20
-MEMORY = "96MB"
+ROWS = 4096
+"""Of a part whose timings are read at once: as they are stored they take more memory than all that is kept."""
+MEMORY = "80MB"
 THREADS = 2
 
 STAGES = {
@@ -53,7 +55,6 @@ STAGES = {
 }  # fmt: skip
 """Columns by their keys in `Rollout.timings`: whole milliseconds, which take a third of the room of fractions."""
 _STAGES = ", ".join(STAGES)
-_MOST = 2**31 - 1
 
 _TABLES = f"""
 CREATE TABLE about (key VARCHAR, value VARCHAR);
@@ -163,7 +164,7 @@ WHERE rollouts.g = u.g AND rollouts.position = u.position
 )
 _NARROW = (
     "rollout_id", "group_id", "group_key", "lesson_id", "task", "worker_id", "timestamp", "lineage", "weight_step",
-    "newest_weight_step", "episode_reward", "finish_reason", "response_mask", "steps", "timings", "evaluation",
+    "newest_weight_step", "episode_reward", "finish_reason", "response_mask", "steps", "evaluation",
 )  # fmt: skip
 
 
@@ -425,8 +426,11 @@ def _narrowed(file: pq.ParquetFile, name: str) -> pa.Table:
     """What the index keeps of a part."""
     if schema_version(file.schema_arrow) == 0:
         table = table_from_records(records_from_table(file.read(), Path(name).stem))
+        timings = iter(table.column("timings").chunks)
     else:
         table = file.read(columns=[column for column in _NARROW if column in file.schema_arrow.names])
+        wanted = ["timings"] if "timings" in file.schema_arrow.names else []
+        timings = (batch.column(0) for batch in (file.iter_batches(ROWS, columns=wanted) if wanted else ()))
     count, have = table.num_rows, set(table.column_names)
 
     def column(name: str, kind: pa.DataType) -> pa.ChunkedArray:
@@ -449,7 +453,7 @@ def _narrowed(file: pq.ParquetFile, name: str) -> pa.Table:
             "newest": column("newest_weight_step", pa.int32()),
             "lineage": column("lineage", pa.int16()),
             "time": column("timestamp", pa.float64()),
-            **_seconds(table.column("timings") if "timings" in have else pa.chunked_array([pa.nulls(count, _TIMINGS)])),
+            **_seconds(count, timings),
             "worker": column("worker_id", pa.string()),
             "finish": column("finish_reason", pa.string()),
             "row": pa.array(range(count), pa.int32()),
@@ -499,27 +503,23 @@ def _positions(ids: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.fill_null(found.cast(pa.int32()), 0)
 
 
-_TIMINGS = ROLLOUT_SCHEMA.field("timings").type
-
-
-def _seconds(timings: pa.ChunkedArray) -> dict[str, pa.Array]:
-    """The columns of what rollouts took; null where nobody said."""
-    pair = pa.struct([("key", timings.type.key_type), ("value", timings.type.item_type)])
-    lists = timings.cast(pa.list_(pair)).combine_chunks()
-    pairs = lists.flatten()  # without what stands behind a null
-    keys, values = pairs.field(0).dictionary_encode(), pairs.field(1).to_numpy(zero_copy_only=False)
-    rows, codes = pc.list_parent_indices(lists).to_numpy(), keys.indices.to_numpy()
-    numbers = {key: code for code, key in enumerate(keys.dictionary.to_pylist())}
-
-    def column(key: str, scale: float, kind: pa.DataType) -> pa.Array:
-        found = np.full(len(lists), np.nan)
-        is_wanted = codes == numbers.get(key, -1)
-        found[rows[is_wanted]] = values[is_wanted]
-        found = np.clip(found * scale, 0, _MOST)
-        return pa.array(np.rint(found) if scale != 1 else found, pa.float64(), from_pandas=True).cast(kind)
-
-    stages = {name: column(key, 1e3, pa.int32()) for name, key in STAGES.items()}
-    return {"seconds": column("generate_s", 1, pa.float32()), **stages}
+def _seconds(count: int, pieces: Iterator[pa.MapArray]) -> dict[str, pa.Array]:
+    """The columns of what so many rollouts took, from pieces of their timings; null where nobody said."""
+    found = {key: np.full(count, np.nan) for key in ("generate_s", *STAGES.values())}
+    start = 0
+    for piece in pieces:
+        pair = pa.struct([("key", piece.type.key_type), ("value", piece.type.item_type)])
+        lists = piece.cast(pa.list_(pair))
+        pairs = lists.flatten()  # without what stands behind a null
+        keys, values = pairs.field(0).dictionary_encode(), pairs.field(1).to_numpy(zero_copy_only=False)
+        rows, codes = pc.list_parent_indices(lists).to_numpy() + start, keys.indices.to_numpy()
+        for code, key in enumerate(keys.dictionary.to_pylist()):
+            if key in found:
+                found[key][rows[codes == code]] = values[codes == code]
+        start += len(piece)
+    seconds = pa.array(found["generate_s"].astype(np.float32), from_pandas=True)
+    spent = {name: np.rint(np.clip(1e3 * found[key], 0, 2**31 - 1)) for name, key in STAGES.items()}
+    return {"seconds": seconds} | {name: pa.array(ms, from_pandas=True).cast(pa.int32()) for name, ms in spent.items()}
 
 
 def _problems(keys: pa.ChunkedArray) -> pa.Array:
