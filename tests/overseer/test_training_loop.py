@@ -109,7 +109,7 @@ def test_where_generation_runs_ahead_a_version_is_published_once_and_before_it_i
     fakes = Fakes()
     loop_of(fakes, steps=3, checkpoint_every=2, publish_first=True).run()
     told = [what for what in fakes.seen if what.startswith(("publish", "checkpoint", "metrics", "current"))]
-    first = ["publish 0", "current 1", "metrics 1", "publish 1", "current 2", "publish 2", "checkpoint 2", "metrics 2"]
+    first = ["publish 0", "current 1", "publish 1", "metrics 1", "current 2", "publish 2", "checkpoint 2", "metrics 2"]
     assert told == [*first, "current 3", "metrics 3", "checkpoint 3"]
 
 

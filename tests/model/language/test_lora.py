@@ -52,7 +52,7 @@ def test_logits_are_those_of_peft(golden_root, family, states):
     rows = tokens, jnp.arange(tokens.size)[None], Segments.of(np.ones(tokens.shape))
     np.testing.assert_allclose(decoder.logits(states(decoder, *rows))[0], logits, atol=1e-4)
     merged = with_merged(decoder)
-    np.testing.assert_allclose(merged.logits(states(merged, *rows))[0], logits, atol=1e-4)
+    np.testing.assert_allclose(merged.logits(states(merged, *rows))[0], logits, atol=2e-4)
     base = load_decoder(golden_root / family)
     assert np.abs(base.logits(states(base, *rows))[0] - logits).max() > 0.5
 

@@ -56,7 +56,8 @@ def shapes():
 
 
 def config(*changes):
-    return penstock.load_config("cats", ["inference.max_slots=2", "inference.windows=[32]", *changes])
+    rows = ["learner.row_length=128", "learner.micro_batch_rows=4", "learner.remat=layer"]
+    return penstock.load_config("cats", ["inference.max_slots=2", "inference.windows=[32]", *rows, *changes])
 
 
 def test_learner_and_engine_at_their_worst_are_added_where_both_run(shapes):
