@@ -71,8 +71,9 @@ def test_an_engine_that_serves_at_once_compiles_what_is_asked_for_and_tells_each
     shapes = config.model_copy(
         update={"max_slots": 3, "max_seq_len": 63, "prefill_lengths": (9,)}
     )  # compiled by no other test
-    start_engine().digests(WAIT_S)  # their two programs are those of any engine with such arrays
     engine, new = InferenceEngine(decoder, WeightVersion(0, 0), codec, shapes), make_decoder(7)
+    start_engine().digests(WAIT_S)  # their two programs are those of any engine with such arrays
+    expected = digests_of(named_arrays(new))
     counter.on, counter.names = True, []
     engine.start(lazily=True)
     told = engine.compiling(WAIT_S)
@@ -87,7 +88,7 @@ def test_an_engine_that_serves_at_once_compiles_what_is_asked_for_and_tells_each
     counter.names = []
     engine.set_weights(WeightVersion(0, 1), new)
     engine.wait_until_served(WeightVersion(0, 1), WAIT_S)
-    assert engine.digests(WAIT_S)[1] == digests_of(named_arrays(new))
+    assert engine.digests(WAIT_S)[1] == expected
     assert counter.names == []
     engine.compile_rest()
     engine.compile_rest()
