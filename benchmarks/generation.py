@@ -192,7 +192,6 @@ def ratio_cases(
         "a step, all slots short": (128, step(short), None),
         "one live slot": (128, step([SHORT]), 0.4),
         "8 live slots": (128, step([SHORT] * 8), None),
-        "half of them live": (128, step([SHORT] * (RATIO_SLOTS // 2)), None),
         "one slot of 1,000 tokens among short ones": (1024, step([LONG, *short[1:]]), 1.2),
         "all slots of 1,000 tokens": (1024, step([LONG] * RATIO_SLOTS), None),
         f"a step, all slots short, rank {RANK} beside": (

@@ -81,12 +81,3 @@ def test_loopback_addresses():
 def test_an_external_engine_that_cannot_be_is_refused(keys, said):
     with pytest.raises(ValidationError, match=said):
         InferenceConfig.model_validate(keys)
-
-
-@pytest.mark.parametrize(
-    ("slots", "rows"),
-    [(1, (1,)), (4, (1, 4)), (16, (1, 8, 16)), (32, (1, 8, 16, 32)), (64, (1, 8, 32, 64)), (256, (1, 8, 64, 128, 256))],
-)
-def test_a_decode_step_has_few_rows_half_or_all(slots, rows):
-    assert EngineConfig(max_slots=slots).decode_buckets == rows
-    assert EngineConfig(max_slots=slots, decode_rows=(3,)).decode_buckets == ((3, slots) if slots > 3 else (slots,))

@@ -18,9 +18,6 @@ SMALLEST_WINDOW = 128
 
 SHORTEST_PREFILL = 16
 
-ROWS_FACTOR = 8
-"""Rows of a decode step: fewer cost little less than so many, as the weights are read for them all the same."""
-
 SMALL_PREFILL = 128
 """Padded tokens: fewer, for a prompt that comes alone, save less than another program costs to compile."""
 
@@ -46,8 +43,8 @@ class EngineConfig(BaseModel):
         prefill_lengths: Lengths that prompts are padded to, ascending; None chooses powers of four up to half of the
             largest possible prompt, which is always added.
         decode_rows: Rows that a decode step may have, ascending: the fewest that hold all live responses. None chooses
-            powers of eight up to a third of `max_slots`, and half of it where that is eight or more; `max_slots` is
-            always added. Each costs a program per window. Other devices than one CPU always take `max_slots`.
+            powers of eight up to a third of `max_slots`, which is always added; each costs a program per window. Other
+            devices than one CPU always take `max_slots`.
         windows: Lengths that the cache grows through, ascending; None chooses powers of two from 128.
             `max_seq_len` is always added.
         max_stop_token_ids: Most stop tokens of one request.
@@ -126,9 +123,7 @@ class EngineConfig(BaseModel):
     @property
     def decode_buckets(self) -> tuple[int, ...]:
         """Rows of a decode step, ascending; the last is `max_slots`."""
-        half = self.max_slots // 2
-        found = _buckets(self.decode_rows, 1, ROWS_FACTOR, self.max_slots, self.max_slots // 3)
-        return found if self.decode_rows is not None or half < ROWS_FACTOR else tuple(sorted({*found, half}))
+        return _buckets(self.decode_rows, 1, 8, self.max_slots, self.max_slots // 3)
 
     def prefill_row_counts(self, length: int) -> tuple[int, ...]:
         """Rows that a prefill of that padded length may have: one, for a long prompt that comes alone, and the most."""
