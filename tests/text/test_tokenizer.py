@@ -246,11 +246,68 @@ def test_importing_the_package_loads_neither_jax_nor_transformers():
     code = (
         "import sys; from penstock.text import Tokenizer;"
         "print([m for m in ('jax', 'transformers', 'tokenizers') if m in sys.modules]);"
-        "Tokenizer.load('penstock'); print('jax' in sys.modules)"
+        "tokenizer = Tokenizer.load('penstock'); tokenizer.decode(tokenizer.render('text'));"
+        "print([m for m in ('jax', 'transformers', 'tokenizers') if m in sys.modules]);"
+        "tokenizer.render([{'role': 'user', 'content': 'text'}]); print('jax' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.split("\n")[:2] == ["[]", "False"]
+    assert out.stdout.split("\n")[:3] == ["[]", "['tokenizers']", "False"]
     assert out.stderr == ""
+
+
+def _as_told_by_transformers(directory):
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_plain"),
+    [
+        ({}, True),
+        ({"pad_token": None, "chat_template": None}, True),
+        ({"bos_token": "<|im_start|>", "unk_token": "<|pad|>"}, True),
+        ({"eos_token": {"content": "<|im_end|>", "__type": "AddedToken"}}, False),
+        ({"pad_token": "<fill>"}, False),
+        ({"pad_token": "<calc>"}, False),
+        ({"additional_special_tokens": ["<more>"]}, False),
+        ({"bos_token": "<|im_start|>", "add_bos_token": True}, False),
+        ({"tokenizer_class": "Qwen2TokenizerFast"}, False),
+    ],
+)
+def test_a_plain_directory_is_read_as_transformers_reads_it(variant, changes, is_plain):
+    directory = variant(**changes)
+    tokenizer, fast = Tokenizer.load(directory), _as_told_by_transformers(directory)
+    assert ("_fast" not in vars(tokenizer) and tokenizer._facts.fast is None) == is_plain
+    assert tokenizer.eos_token_id == fast.eos_token_id
+    assert tokenizer.pad_token_id == (fast.eos_token_id if fast.pad_token_id is None else fast.pad_token_id)
+    assert tokenizer.has_chat_template == (fast.chat_template is not None)
+    assert tokenizer.vocab_size == len(fast)
+    for text in ("Is 7 <more> than 12 ?", "<|im_start|>user\né<fill><calc>1+2</calc>"):
+        assert tokenizer.encode(text).tolist() == fast.encode(text, add_special_tokens=False)
+        assert tokenizer.render(text).tolist()[-3:] == fast.encode(text)[-3:]
+        assert tokenizer.decode(tokenizer.encode(text)) == fast.decode(fast.encode(text), skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("key", ["truncation", "padding"])
+def test_a_directory_whose_tokenizer_cuts_or_fills_texts_is_not_plain(variant, key):
+    directory = variant()
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    if key == "truncation":
+        backend.enable_truncation(100)
+    else:
+        backend.enable_padding()
+    backend.save(str(directory / "tokenizer.json"))
+    assert Tokenizer.load(directory)._facts.fast is not None
+
+
+def test_messages_are_rendered_when_the_directory_is_gone(variant, tokenizer):
+    directory = variant()
+    (directory / "chat_template.jinja").write_text("{{ messages[0]['content'] }} .")
+    loaded = Tokenizer.load(directory)
+    shutil.rmtree(directory)
+    assert loaded.has_chat_template
+    assert loaded.render_text([{"role": "user", "content": "7"}]) == "7 ."
 
 
 @pytest.mark.attack

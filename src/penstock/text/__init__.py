@@ -1,4 +1,4 @@
-"""Text to tokens and back. No JAX here; transformers is imported only when a tokenizer is loaded."""
+"""Text to tokens and back. No JAX here; transformers is imported only for chat templates and unusual directories."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -12,15 +12,18 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from penstock.types import ConfigError, EnvironmentFailure, Message
 
 if TYPE_CHECKING:
+    import tokenizers
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 PACKAGED = "penstock"
@@ -45,6 +48,14 @@ _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xA
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 """By the character that a byte-level vocabulary writes it as: itself where it is printable, else one from 256 on."""
+
+_PLAIN_KEYS = frozenset(
+    ("bos_token", "chat_template", "clean_up_tokenization_spaces", "eos_token", "model_max_length", "pad_token",
+     "tokenizer_class", "unk_token")
+)  # fmt: skip
+"""What a ``tokenizer_config.json`` may say without a change to what its ``tokenizer.json`` does."""
+_PLAIN_VOCABULARY = 100_000
+"""Entries up to which transformers leaves a ``tokenizer.json`` as it is."""
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 
@@ -77,17 +88,16 @@ class Tokenizer:
 
     def __init__(
         self,
-        fast: "PreTrainedTokenizerFast",
+        facts: "_Facts",
         source: str,
         contents: Mapping[str, bytes],
         extra_stop_ids: Sequence[int] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        eos: Any = fast.eos_token_id
-        if eos is None:
+        if facts.eos is None:
             raise ConfigError(f"tokenizer {source}: it has no eos_token, so no answer could end: add one to its config")
-        self._fast = fast
-        self._backend = fast.backend_tokenizer
+        self._facts = facts
+        self._backend = facts.backend
         self._source = source
         self._contents = contents
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
@@ -96,7 +106,7 @@ class Tokenizer:
         self._added = frozenset(self._backend.get_added_tokens_decoder())
         self._is_byte_level = "ByteLevel(" in repr(self._backend.decoder)
         turn_ends = [vocabulary[token] for token in _TURN_ENDS if token in vocabulary]
-        self._stop_token_ids = tuple(dict.fromkeys([int(eos), *turn_ends, *extra_stop_ids]))
+        self._stop_token_ids = tuple(dict.fromkeys([facts.eos, *turn_ends, *extra_stop_ids]))
         whole = self._backend.encode("a")
         before = whole.special_tokens_mask.index(0) if 0 in whole.special_tokens_mask else 0
         self._beginning = np.array(whole.ids[:before], np.int32)
@@ -123,7 +133,8 @@ class Tokenizer:
             )
         contents = {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
         stop_ids = _generation_stop_ids(directory)
-        return cls(_load_fast(directory), str(path), contents, stop_ids, chat_template_kwargs)
+        facts = _plain_facts(directory) or _Facts.of(_load_fast(directory))
+        return cls(facts, str(path), contents, stop_ids, chat_template_kwargs)
 
     def save(self, directory: str | Path) -> None:
         """Writes the files that it was loaded from, byte for byte, so that every reader finds what it knows."""
@@ -144,8 +155,7 @@ class Tokenizer:
     @property
     def pad_token_id(self) -> int:
         """The token that fills rows; the end of text where the tokenizer names none."""
-        pad: Any = self._fast.pad_token_id
-        return self.eos_token_id if pad is None else int(pad)
+        return self.eos_token_id if self._facts.pad is None else self._facts.pad
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -155,7 +165,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether `render` takes messages."""
-        return self._fast.chat_template is not None
+        return self._facts.template is not None
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [n], without special tokens added; special tokens written in the text are recognised.
@@ -238,6 +248,15 @@ class Tokenizer:
             return prompt
         return self._render_messages(prompt, self._checked(chat_template_kwargs or {}), continue_final)
 
+    @cached_property
+    def _fast(self) -> "PreTrainedTokenizerFast":
+        """Of transformers, from what was read: the directory may be gone."""
+        if self._facts.fast is not None:
+            return self._facts.fast
+        with TemporaryDirectory(prefix="penstock-tokenizer-") as folder:
+            self.save(folder)
+            return _load_fast(Path(folder))
+
     def _refuse_longer(self, text: str, max_tokens: int) -> None:
         size, most = len(text.encode("utf-8", "surrogatepass")), self._longest_token_bytes
         if size > max_tokens * most:
@@ -292,6 +311,65 @@ class Tokenizer:
 
 def _directory(path: str | Path) -> Path:
     return Path(str(files("penstock") / "recipes" / "tokenizer")) if str(path) == PACKAGED else Path(path)
+
+
+class _Facts(NamedTuple):
+    """What a tokenizer directory says.
+
+    Attributes:
+        backend: Of the Rust library.
+        eos: The token that ends a text; None: none.
+        pad: The one that fills rows.
+        template: The chat template, or several by name.
+        fast: transformers' tokenizer; None where it has not been asked.
+    """
+
+    backend: "tokenizers.Tokenizer"
+    eos: int | None
+    pad: int | None
+    template: object
+    fast: "PreTrainedTokenizerFast | None" = None
+
+    @classmethod
+    def of(cls, fast: "PreTrainedTokenizerFast") -> "_Facts":
+        eos: Any = fast.eos_token_id
+        pad: Any = fast.pad_token_id
+        ends = None if eos is None else int(eos)
+        return cls(fast.backend_tokenizer, ends, None if pad is None else int(pad), fast.chat_template, fast)
+
+
+def _plain_facts(directory: Path) -> _Facts | None:
+    """Of a directory in which nothing changes its ``tokenizer.json``; None of any other, of which transformers tells.
+
+    It does not tokenise otherwise then, and knows its special tokens.
+    """
+    import tokenizers
+
+    others = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates")
+    if any((directory / name).exists() for name in others):
+        return None
+    template = directory / "chat_template.jinja"
+    try:
+        config: Any = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+        backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        written = template.read_text(encoding="utf-8") if template.is_file() else None
+    except Exception:  # as of `_load_fast`, which will tell
+        return None
+    if not isinstance(config, dict) or not config.keys() <= _PLAIN_KEYS:
+        return None
+    added = {token.content: number for number, token in backend.get_added_tokens_decoder().items() if token.special}
+    named = {name: config.get(f"{name}_token") for name in ("bos", "eos", "pad", "unk")}
+    is_plain = (
+        config.get("tokenizer_class") in (None, "PreTrainedTokenizerFast")
+        and all(token is None or (isinstance(token, str) and token in added) for token in named.values())
+        and backend.truncation is None
+        and backend.padding is None
+        and backend.get_vocab_size() <= _PLAIN_VOCABULARY
+    )
+    if not is_plain:
+        return None
+    eos, pad = (None if named[name] is None else added[str(named[name])] for name in ("eos", "pad"))
+    return _Facts(backend, eos, pad, config.get("chat_template") if written is None else written)
 
 
 def _load_fast(directory: Path) -> "PreTrainedTokenizerFast":
