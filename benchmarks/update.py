@@ -181,7 +181,7 @@ def plain_update(decoder: Decoder, examples: tuple[RLExample, ...]) -> Callable[
 
     def update() -> Any:
         loss, gradients = gradient(held["decoder"], batch)
-        held["decoder"], held["state"], done = apply(held["decoder"], held["state"], gradients, np.float32(1e-4), loss)
+        held["state"], held["decoder"], done = apply(held["decoder"], held["state"], gradients, np.float32(1e-4), loss)
         return done
 
     return update

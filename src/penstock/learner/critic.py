@@ -142,7 +142,7 @@ class Critic:
         """One optimiser step of the head; nothing where there is none, or where `loss` is not finite."""
         if self.head is not None:
             rate = np.float32(learning_rate(self._optimizer, step, total_steps))
-            self.head, self._state, _ = self._apply(self.head, self._state, gradients, rate, loss)
+            self._state, self.head, _ = self._apply(self.head, self._state, gradients, rate, loss)
 
     def lower(self, gradients: Any) -> Any:
         """The program of `step`, to be compiled."""

@@ -506,7 +506,7 @@ class Learner:
     ) -> tuple[OptimizerState, AppliedUpdate]:
         """Replaces what trains; arrays that are frozen stay the very same, and are not copied either."""
         trained, rest = split_frozen(self.optimizer.frozen, self._decoder)
-        trained, state, applied = apply(trained, state, gradients, np.float32(rate), loss)
+        state, trained, applied = apply(trained, state, gradients, np.float32(rate), loss)
         self._decoder = join_frozen(trained, rest)
         return state, applied
 

@@ -267,10 +267,16 @@ def _check_patterns(key: str, patterns: Iterable[str], tree: PyTree, what: str) 
 def applier(config: OptimizerConfig, platform: str = "", dtype: str = "") -> Any:
     """`apply_gradients`, compiled; for that platform and dtype of the model, where they are told.
 
-    State and gradients are donated; parameters are not, because an engine may be reading them.
+    State and gradients are donated; parameters are not, because an engine may be reading them. What it returns begins
+    with the state: XLA's results take the place of donated arrays in this order, each of the first that has its shape.
     """
+
+    def state_first(*arguments: Any) -> tuple[OptimizerState, PyTree, AppliedUpdate]:
+        parameters, state, applied = apply_gradients(config, *arguments)
+        return state, parameters, applied
+
     light = light_compilation(platform, dtype, newer_fusions=True)
-    return jax.jit(partial(apply_gradients, config), donate_argnums=(1, 2), compiler_options=light)
+    return jax.jit(state_first, donate_argnums=(1, 2), compiler_options=light)
 
 
 def apply_gradients(
@@ -295,8 +301,9 @@ def apply_gradients(
     gradients, _ = split_frozen(config.frozen, gradients)
     grad_norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-    if config.offload:
-        updated, kept, changed = _moved_by_pieces(config, trained, state, gradients, _Stride(rate, grad_norm, finite))
+    if config.name == "adamw":
+        stride = _Stride(rate, grad_norm, finite)
+        updated, kept, changed = _moved_one_by_one(config, trained, state, gradients, stride)
         return join_frozen(updated, rest), kept, AppliedUpdate(grad_norm, finite, changed)
     master = trained if state.master is None else state.master
     moves = jax.tree.map(lambda leaf, gradient: gradient is not None, trained, gradients)
@@ -329,41 +336,45 @@ class _Stride(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Of an array, or of a part of it, what a step reads and makes; the last three in the host's memory.
+    """Of an array, or of a part of it, what a step reads and makes; the last three in the host's memory, if offloaded.
 
     Attributes:
         own: The parameters.
-        gradient: Of them; afterwards how many of them are another number than before.
+        gradient: Of them, None where they stay as they are; afterwards how many are another number than before.
         mu: First moments.
         nu: Second ones.
         master: float32 parameters, None where they are their own.
     """
 
     own: Array
-    gradient: Array
+    gradient: Array | None
     mu: Array
     nu: Array
     master: Array | None
 
 
-def _moved_by_pieces(
+def _moved_one_by_one(
     config: OptimizerConfig, trained: PyTree, state: OptimizerState, gradients: PyTree, stride: _Stride
 ) -> tuple[PyTree, OptimizerState, Array]:
-    """What `apply_gradients` returns of AdamW's step, whose state is in the host's memory: to the chip by pieces."""
+    """What `apply_gradients` returns of AdamW's step, array by array; of a state in the host's memory by pieces."""
     (index,) = [n for n, each in enumerate(state.adam) if isinstance(each, optax.ScaleByAdamState)]
-    adam, named = state.adam[index], _named_leaves(trained)
-    masters = [None] * len(named) if state.master is None else jax.tree.leaves(state.master)
-    arrays = zip(named, *map(jax.tree.leaves, (gradients, adam.mu, adam.nu)), masters, strict=True)
-    moved = []
-    for (name, own), gradient, mu, nu, master in arrays:
-        step = partial(_move_piece, config, name, adam.count, stride)
-        moved.append(_in_pieces(step, _Piece(own, gradient, mu, nu, master)))
-    structure = jax.tree.structure(trained)
+    adam, structure = state.adam[index], jax.tree.structure(trained)
+    count = jnp.asarray(optax.safe_increment(adam.count))
+    masters = [None] * structure.num_leaves if state.master is None else structure.flatten_up_to(state.master)
+    arrays = map(structure.flatten_up_to, (trained, gradients, adam.mu, adam.nu))
+    pieces = [_Piece(*each) for each in zip(*arrays, masters, strict=True)]
+    step = _in_pieces if config.offload else lambda step, piece: step(piece)
+    names = [name for name, _ in _named_leaves(trained)]
+    moved = [
+        step(partial(_move_piece, config, name, count, stride), piece)
+        for name, piece in zip(names, pieces, strict=True)
+    ]
     own, changes, mu, nu, master = (list(each) for each in zip(*moved, strict=True))
-    count = jnp.where(stride.finite, optax.safe_increment(adam.count), adam.count)
+    count = jnp.where(stride.finite, count, adam.count)
     adam = optax.ScaleByAdamState(count, structure.unflatten(mu), structure.unflatten(nu))
     kept = None if state.master is None else structure.unflatten(master)
-    changed = sum(changes, jnp.zeros((), jnp.float32)) / max(float(sum(leaf.size for leaf in own)), 1.0)
+    size = sum(float(piece.own.size) for piece in pieces if piece.gradient is not None)
+    changed = sum(changes, jnp.zeros((), jnp.float32)) / max(size, 1.0)
     chain = (*state.adam[:index], adam, *state.adam[index + 1 :])
     return structure.unflatten(own), OptimizerState(chain, kept), changed
 
@@ -379,7 +390,7 @@ def _in_pieces(step: Callable[[_Piece], _Piece], whole: _Piece) -> _Piece:
         return step(whole)
     cut = jax.tree.map(lambda leaf: leaf.reshape(count, shape[0] // count, *shape[1:]), whole)
     _, done = jax.lax.scan(lambda _, piece: (None, step(piece)), None, cut)
-    changed = done.gradient.sum()
+    changed = jnp.sum(jnp.asarray(done.gradient))
     joined = jax.tree.map(lambda leaf: leaf.reshape(shape), done._replace(gradient=done.own))
     return joined._replace(gradient=changed)
 
@@ -393,21 +404,40 @@ def _piece_count(shape: tuple[int, ...]) -> int:
 
 
 def _move_piece(config: OptimizerConfig, name: str, count: Array, stride: _Stride, piece: _Piece) -> _Piece:
-    """`transformation` of a part of one array, by the gradient's norm over all."""
-    gradient, (mu, nu, kept) = piece.gradient, jax.device_put(piece[2:], jax.memory.Space.Device)
+    """`transformation` of a part of one array, by the gradient's norm over all.
+
+    What is computed of the new moments waits for them on CPUs: else XLA computes them twice there, of old ones that it
+    has copied, because each new array is written where an old one lay.
+    """
+    gradient, mu, nu, kept = piece.gradient, piece.mu, piece.nu, piece.master
+    if config.offload:
+        mu, nu, kept = jax.device_put((mu, nu, kept), jax.memory.Space.Device)
+    scaled = 0.0 if gradient is None else gradient
     if config.max_grad_norm is not None:
-        clipped = gradient / stride.grad_norm * config.max_grad_norm
-        gradient = jnp.where(stride.grad_norm < config.max_grad_norm, gradient, clipped)
+        scaled = scaled * jnp.where(
+            stride.grad_norm < config.max_grad_norm, 1.0, config.max_grad_norm / stride.grad_norm
+        )
+    mu = jnp.where(stride.finite, (1 - config.beta1) * scaled + config.beta1 * mu, mu)
+    nu = jnp.where(stride.finite, (1 - config.beta2) * scaled**2 + config.beta2 * nu, nu)
+    mu, nu = jax.lax.platform_dependent(mu, nu, cpu=_settled, default=lambda *each: each)
     master = piece.own if kept is None else kept
-    made: Any = _adam(config).update(gradient, optax.ScaleByAdamState(count, mu, nu), master)
-    direction, adam = made
-    if config.weight_decay and not name.endswith(_SPARED):
-        direction = direction + config.weight_decay * master
-    moved = jnp.where(stride.finite, master - stride.rate * (config.rate_of(name) * direction), master)
+    if gradient is None:
+        moved = master
+    else:
+        direction = mu / (1 - config.beta1**count) / (jnp.sqrt(nu / (1 - config.beta2**count)) + config.epsilon)
+        if config.weight_decay and not name.endswith(_SPARED):
+            direction = direction + config.weight_decay * master
+        moved = jnp.where(stride.finite, master - stride.rate * (config.rate_of(name) * direction), master)
     own = moved.astype(piece.own.dtype)
-    moments = jax.tree.map(lambda new, old: jnp.where(stride.finite, new, old), (adam.mu, adam.nu), (mu, nu))
-    back = jax.device_put((*moments, None if kept is None else moved), jax.memory.Space.Host)
-    return _Piece(own, jnp.sum(own != piece.own, dtype=jnp.float32), *back)
+    changed = jnp.sum(own != piece.own, dtype=jnp.float32)  # not an integer, which a model may exceed
+    kept = None if kept is None else moved
+    if config.offload:
+        mu, nu, kept = jax.device_put((mu, nu, kept), jax.memory.Space.Host)
+    return _Piece(own, changed, mu, nu, kept)
+
+
+def _settled(*arrays: Array) -> tuple[Array, ...]:
+    return jax.lax.optimization_barrier(arrays)
 
 
 def direction_of(config: OptimizerConfig, parameters: PyTree, state: OptimizerState, gradients: PyTree) -> PyTree:
