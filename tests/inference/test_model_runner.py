@@ -190,6 +190,30 @@ def test_a_runs_first_weights_decode_all_rows(decoder, run):
     assert runner._decode_shape(one)[1] == (6 if run else 1)
 
 
+def test_a_run_compiles_what_truncates_when_a_request_asks(decoder, codec, config):
+    """In the thread of whoever asks, and what is sampled is what an engine samples that always can."""
+    runs = InferenceConfig.model_validate(config.model_dump())
+    found = {}
+    for given in (config, runs):
+        engine = InferenceEngine(decoder, WeightVersion(0, 1), codec, given)
+        engine.start(lazily=True)
+        rare = engine._batch._runner._rare._tasks
+        plain, asking = request(5, 9, n=2, seed=3), request(5, 9, n=2, seed=3, top_k=2)
+        futures = engine.submit([plain])
+        kept = [completion.response_tokens.tolist() for completion in futures[0].result(WAIT_S)]
+        assert not any(task.future.done() for task in rare.values())
+        futures = engine.submit([asking])
+        asked = [name for name, task in rare.items() if task.future.done()]
+        assert bool(asked) == (given is runs) and all(name.endswith(", truncating") for name in asked)
+        few = [completion.response_tokens.tolist() for completion in futures[0].result(WAIT_S)]
+        both = [future.result(WAIT_S) for future in engine.submit([plain, asking])]
+        beside = [[completion.response_tokens.tolist() for completion in each] for each in both]
+        assert beside == [kept, few] and kept != few
+        found[type(given)] = beside
+        engine.stop(WAIT_S)
+    assert found[EngineConfig] == found[InferenceConfig]
+
+
 @pytest.mark.parametrize(
     "lengths",
     [

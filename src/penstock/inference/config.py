@@ -29,6 +29,8 @@ class EngineConfig(BaseModel):
         section: Where a config has these keys; errors name them so.
         all_rows_at_first: Whether version 0 decodes all rows, whatever is live, as a run's does: so that what happens
             before its first update needs one program of decoding.
+        always_truncates: Whether every program of decoding can leave tokens out (top-k and the like). A run's cannot,
+            but for more that are compiled when a request asks first: few do, and these take twice as long to compile.
         max_slots: Responses that are generated at the same time.
         max_seq_len: Most tokens of a prompt and its response together.
         steps_per_dispatch: Most decode steps of one dispatch; arrivals, departures and new weights wait for at most
@@ -60,6 +62,7 @@ class EngineConfig(BaseModel):
 
     section: ClassVar[str] = "inference"
     all_rows_at_first: ClassVar[bool] = False
+    always_truncates: ClassVar[bool] = True
 
     max_slots: int = Field(default=64, gt=0)
     max_seq_len: int = Field(default=1024, gt=1)
@@ -220,6 +223,7 @@ class InferenceConfig(EngineConfig):
     """
 
     all_rows_at_first: ClassVar[bool] = True
+    always_truncates: ClassVar[bool] = False
 
     engine: Literal["builtin", "vllm", "openai"] = "builtin"
     external: ExternalConfig | None = None

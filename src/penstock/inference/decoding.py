@@ -244,6 +244,7 @@ def decode(
     steps: int,
     kernel: DecodeKernel = "dense",
     alternatives: int = 0,
+    truncated: bool = True,
 ) -> tuple[KVCache, DeviceSamples]:
     """Runs up to `steps` decode steps for every live row.
 
@@ -255,6 +256,7 @@ def decode(
         steps: At most so many in one dispatch.
         kernel: What computes attention.
         alternatives: How many of the most probable tokens are recorded at each step.
+        truncated: As of `sample`.
     """
     count = rows.tokens.shape[0]
     reach = jnp.where(rows.budget > 0, rows.positions + jnp.minimum(rows.budget, steps), 0)
@@ -268,7 +270,8 @@ def decode(
         now = rows._replace(tokens=progress.tokens, positions=positions)
         cache, logits = decode_step(weights, progress.cache, now, progress.live, pages)
         noise = uniforms(rows.seeds, positions)
-        return _record(progress, cache, rows, *sample(logits, noise, **rows.sampling, alternatives=alternatives))
+        found = sample(logits, noise, **rows.sampling, alternatives=alternatives, truncated=truncated)
+        return _record(progress, cache, rows, *found)
 
     nothing = DeviceSamples(
         jnp.zeros((steps, count), jnp.int32), jnp.zeros((steps, count)), jnp.zeros(count, jnp.int32)

@@ -94,6 +94,14 @@ class HostSamples(NamedTuple):
         return Alternatives(self.top_tokens[:count, :, slot], self.top_logprobs[:count, :, slot])
 
 
+_NEUTRAL = {name: each.neutral for name, each in SAMPLING_FIELDS.items() if each.truncates}
+
+
+def truncates(rows: HostRows) -> bool:
+    """Whether a live row asks that tokens be left out."""
+    return any(((rows[name] != neutral) & (rows["budget"] > 0)).any() for name, neutral in _NEUTRAL.items())
+
+
 def to_device(rows: HostRows) -> SlotRows:
     """Puts rows on the device, which may read them where they are: they stay as they are until the dispatch has ended.
 

@@ -196,8 +196,8 @@ class InferenceEngine:
         for request in requests:
             self.check(request)
         for request in requests:
-            if request.alternatives:
-                self._batch.need_alternatives(len(request.prompt))
+            if request.alternatives or (request.decoding.truncation and not self._config.always_truncates):
+                self._batch.need_decoding(len(request.prompt), request.alternatives > 0)
         pending = [self._pend(request) for request in requests]
         responses = [Response.of(p, i, self._tokenizer) for p in pending for i in range(p.request.n)]
         with self._changed:

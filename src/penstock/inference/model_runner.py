@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -46,7 +46,7 @@ from penstock.inference.decoding import (
     resize,
     score,
 )
-from penstock.inference.dispatch import HostRows, HostSamples, SlotRows, to_device, to_host
+from penstock.inference.dispatch import HostRows, HostSamples, SlotRows, to_device, to_host, truncates
 from penstock.inference.sequence import MOST_ALTERNATIVES
 from penstock.model.arrays import are_shapes
 from penstock.model.language import Decoder, ModelConfig
@@ -54,6 +54,9 @@ from penstock.model.language.attention import page_positions
 from penstock.model.language.attention_choice import AttentionKernel, Platform, attention_kernel, platform_named
 from penstock.model.programs import LazyPrograms, Programs, choose_cache, compile_programs, light_compilation
 from penstock.types import CompiledProgram, ConfigError
+
+_HOW_DECODED = ("steps", "kernel", "alternatives", "truncated")
+"""Static arguments of `decode`."""
 
 
 class CompiledSteps(NamedTuple):
@@ -73,7 +76,7 @@ def _on_one_device(options: Any = None) -> CompiledSteps:
     jit = functools.partial(jax.jit, compiler_options=options)
     return CompiledSteps(
         create=jax.jit(create_cache, static_argnums=(0, 1, 2)),
-        decode=jit(decode, static_argnames=("steps", "kernel", "alternatives"), donate_argnames="cache"),
+        decode=jit(decode, static_argnames=_HOW_DECODED, donate_argnames="cache"),
         prefill=jit(prefill, static_argnames="kernel"),
         extend=jit(extend, donate_argnames="cache"),
         insert=jit(insert, donate_argnames="cached"),
@@ -99,12 +102,7 @@ def split_programs(split: "ModelSplit") -> CompiledSteps:
     cache, whole = split.cache, split.whole
     return CompiledSteps(
         create=jax.jit(create_cache, static_argnums=(0, 1, 2), out_shardings=cache),
-        decode=jax.jit(
-            decode,
-            static_argnames=("steps", "kernel", "alternatives"),
-            donate_argnames="cache",
-            out_shardings=(cache, whole),
-        ),
+        decode=jax.jit(decode, static_argnames=_HOW_DECODED, donate_argnames="cache", out_shardings=(cache, whole)),
         prefill=jax.jit(prefill, static_argnames="kernel", out_shardings=cache),
         extend=jax.jit(extend, donate_argnames="cache", out_shardings=cache),
         insert=jax.jit(insert, donate_argnames="cached", out_shardings=cache),
@@ -209,7 +207,7 @@ _PAGES = "decode, {} rows by pages, window {}"
 _DECODE, _FORK, _RESIZE = "decode, window {}", "fork, window {}", "resize, window {} to {}"
 _PREFILL = "prefill, {} × {} prompt tokens"
 _EXTEND = "prefill, {} more prompt tokens, window {}"
-_BESIDE = "{}, with alternatives"
+_TRUNCATING, _BESIDE = "{}, truncating", "{}, with alternatives"
 _SCORE = "scores, window {}"
 _INSERT = "insert, {} × {} prompt tokens, window {}"
 """Names of programs."""
@@ -368,24 +366,27 @@ class ModelRunner:
 
         Args:
             rows: Of every slot.
-            alternatives: Whether the most probable tokens are told, by programs of their own.
+            alternatives: Whether the most probable tokens are told; by programs of their own, as truncation may be.
         """
-        return self._decode(rows, *self._decode_shape(rows), self._told if alternatives else 0)
+        rarely = not self._config.always_truncates and truncates(rows)
+        form = _BESIDE if alternatives else _TRUNCATING if rarely else "{}"
+        return self._decode(rows, *self._decode_shape(rows), form)
 
-    def _decode(
-        self, rows: HostRows, name: str, count: int, kernel: DecodeKernel, alternatives: int = 0
-    ) -> HostSamples:
-        if alternatives:
-            self.need_rare(_BESIDE.format(name))
-        else:
+    def _decode(self, rows: HostRows, name: str, count: int, kernel: DecodeKernel, form: str = "{}") -> HostSamples:
+        if form == "{}":
             self._need(name)
+        else:
+            self.need_rare(form.format(name))
         slots = len(rows["budget"])
         chosen = np.sort(np.argsort(rows["budget"] == 0, kind="stable")[:count])  # what is live, then the first idle
         given = to_device(rows if count == slots else {field: array[chosen] for field, array in rows.items()})
-        beside = {"alternatives": alternatives} if alternatives else {}  # what is left out is another key of JAX's
-        run = functools.partial(self._programs.decode, steps=self._steps, kernel=kernel, **beside)
-        self._cache, emitted = run(self._weights, self._cache, given)
+        self._cache, emitted = self._programs.decode(self._weights, self._cache, given, **self._how(kernel, form))
         return to_host(emitted, chosen, slots)
+
+    def _how(self, kernel: DecodeKernel, form: str = "{}") -> dict[str, Any]:
+        """Static arguments of a program of decoding; all of them: what is left out is another key of JAX's."""
+        told, truncated = self._told if form == _BESIDE else 0, self._config.always_truncates or form != "{}"
+        return dict(zip(_HOW_DECODED, (self._steps, kernel, told, truncated), strict=True))
 
     def score(
         self, weights: ServedWeights, cache: KVCache, tokens: np.ndarray, start: int, temperature: float
@@ -409,10 +410,11 @@ class ModelRunner:
         """An empty cache of one slot."""
         return self._programs.create(self._weights.ends.config, 1, window)
 
-    def need_alternatives(self, windows: Iterable[int]) -> None:
-        """Has the programs of decoding over caches of these windows compiled that tell alternatives. For any thread."""
+    def need_decoding(self, windows: Iterable[int], alternatives: bool) -> None:
+        """Has compiled what tells alternatives, or else truncates, over caches of these windows. For any thread."""
+        form = _BESIDE if alternatives else _TRUNCATING
         shapes = (name for window in dict.fromkeys(windows) for name, _, _ in self._decode_shapes(window))
-        self.need_rare(*map(_BESIDE.format, shapes))
+        self.need_rare(*map(form.format, shapes))
 
     def need_scores(self, window: int, kept: bool) -> None:
         """Has compiled what scores a text over a cache of that window, and what keeps that cache. For any thread."""
@@ -430,10 +432,9 @@ class ModelRunner:
         config, text = self._config, jax.ShapeDtypeStruct((self.scored_at_once + 1,), np.int32)
         start, temperature = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.float32)
 
-        def beside(window: int, count: int, kernel: DecodeKernel) -> object:
+        def decodes(window: int, count: int, kernel: DecodeKernel, form: str) -> object:
             cache, rows = self._cache_shape(config.max_slots, window), SlotRows.shapes(count, config.max_stop_token_ids)
-            how = {"steps": self._steps, "kernel": kernel, "alternatives": self._told}
-            return run.decode.lower(self._weights, cache, rows, **how).compile()
+            return run.decode.lower(self._weights, cache, rows, **self._how(kernel, form)).compile()
 
         def scores(window: int) -> object:
             cache = self._cache_shape(1, window)
@@ -448,8 +449,8 @@ class ModelRunner:
             found[_SCORE.format(window)] = functools.partial(scores, window)
             for each in self._windows[number:]:
                 found[_INSERT.format(1, window, each)] = functools.partial(keeps, window, each)
-            for name, count, kernel in self._decode_shapes(window):
-                found[_BESIDE.format(name)] = functools.partial(beside, window, count, kernel)
+            for (name, count, kernel), form in product(self._decode_shapes(window), (_TRUNCATING, _BESIDE)):
+                found[form.format(name)] = functools.partial(decodes, window, count, kernel, form)
         return found
 
     def digests(self, weights: ServedWeights) -> dict[str, str]:
@@ -541,7 +542,7 @@ class ModelRunner:
         for window, cache in caches.items():
             for name, count, kernel in self._decode_shapes(window):
                 given = jax.eval_shape(lambda count=count: jax.tree.map(lambda array: array[:count], rows))
-                lower = functools.partial(run.decode.lower, weights, cache, given, steps=self._steps, kernel=kernel)
+                lower = functools.partial(run.decode.lower, weights, cache, given, **self._how(kernel))
                 found[name] = lower
             for count, length in self._prefill_shapes(window):
                 tokens, prefilled = np.zeros((count, length), np.int32), self._cache_shape(count, length)

@@ -45,6 +45,7 @@ def sample(
     top_p: Float32[Array, " rows"],
     min_p: Float32[Array, " rows"],
     alternatives: int = 0,
+    truncated: bool = True,
 ) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"], tuple[Array, Array] | None]:
     """Draws a token per row, with its log-probability under softmax(logits / temperature).
 
@@ -58,17 +59,36 @@ def sample(
         min_p: Only tokens at least this many times as probable as the most probable one may be drawn; 0 keeps all.
             Nguyen et al. 2024, https://arxiv.org/abs/2407.01082.
         alternatives: How many of the most probable tokens are told, too.
+        truncated: Whether rows may ask for truncation at all; a program that cannot is compiled in half of the time.
 
     Returns:
         Token ids, log-probabilities, and where any are asked for the alternatives: int32 and float32
         [alternatives, rows], the most probable first, equal to the last bit where they are the token drawn.
     """
-    asked = (top_k < logits.shape[1]) | (top_p < 1.0) | (min_p > 0.0)
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     shifted = scaled - jnp.max(scaled, axis=1, keepdims=True)
     weights = _blocks(jnp.exp(shifted))
     sums = jnp.sum(weights, axis=2)
-    kept, kept_sums = lax.cond(
+    kept, kept_sums = _possible(weights, sums, top_k, top_p, min_p) if truncated else (weights, sums)
+    drawn = draw(kept, kept_sums, uniform)
+    greedy = temperature == 0
+    tokens = lax.cond(jnp.any(greedy), lambda: jnp.where(greedy, _mode(shifted), drawn), lambda: drawn)
+    chosen = jnp.take_along_axis(shifted, tokens[:, None], axis=1)[:, 0]
+    total = jnp.log(jnp.sum(sums, axis=1))
+    logprobs = chosen - total
+    return tokens, logprobs, most_probable(shifted, total, alternatives) if alternatives else None
+
+
+def _possible(
+    weights: Float32[Array, "rows blocks width"],
+    sums: Float32[Array, "rows blocks"],
+    top_k: Int32[Array, " rows"],
+    top_p: Float32[Array, " rows"],
+    min_p: Float32[Array, " rows"],
+) -> tuple[Float32[Array, "rows blocks width"], Float32[Array, "rows blocks"]]:
+    """The weights of what may be drawn, and their sums: the very ones where no row asks for truncation."""
+    asked = (top_k < weights[0].size) | (top_p < 1.0) | (min_p > 0.0)
+    return lax.cond(
         jnp.any(asked),
         lambda: _with_sums(
             lax.platform_dependent(
@@ -77,13 +97,6 @@ def sample(
         ),
         lambda: (weights, sums),
     )
-    drawn = draw(kept, kept_sums, uniform)
-    greedy = temperature == 0
-    tokens = lax.cond(jnp.any(greedy), lambda: jnp.where(greedy, _mode(shifted), drawn), lambda: drawn)
-    chosen = jnp.take_along_axis(shifted, tokens[:, None], axis=1)[:, 0]
-    total = jnp.log(jnp.sum(sums, axis=1))
-    logprobs = chosen - total
-    return tokens, logprobs, most_probable(shifted, total, alternatives) if alternatives else None
 
 
 def most_probable(

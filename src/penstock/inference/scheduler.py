@@ -519,10 +519,10 @@ class RunningBatch:
         for response in first:
             response.begun_s = now
 
-    def need_alternatives(self, prompt_tokens: int) -> None:
-        """Has compiled what tells a prompt's first alternatives, beside what runs now. For any thread."""
+    def need_decoding(self, prompt_tokens: int, alternatives: bool) -> None:
+        """Has compiled, beside what runs, what begins with that prompt and tells alternatives, or else truncates."""
         begun = self._bucket(prompt_tokens + self._config.steps_per_dispatch)
-        self._runner.need_alternatives((begun, max(begun, self._runner.window)))
+        self._runner.need_decoding((begun, max(begun, self._runner.window)), alternatives)
 
     def need_scores(self, tokens: int, kept: bool) -> None:
         """Has the programs compiled that score a text of that length, and keep it. For any thread."""
