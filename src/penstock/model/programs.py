@@ -170,8 +170,8 @@ def light_compilation(platform: str, dtype: str, newer_fusions: bool = False) ->
     """
     if platform != "cpu" or dtype != "float32":
         return None
-    level = {"xla_backend_optimization_level": 1}
-    return level if newer_fusions else {**level, "xla_cpu_use_fusion_emitters": False}
+    light = {"xla_backend_optimization_level": 1, "xla_cpu_parallel_codegen_split_count": processors_of_process()}
+    return light if newer_fusions else {**light, "xla_cpu_use_fusion_emitters": False}
 
 
 @cache
