@@ -22,7 +22,7 @@ PARTS = {"attention": 0.2, "products of layers": 0.4, "head": 0.25, "optimiser":
 
 def ran(kind: str = "NVIDIA H100 80GB HBM3", flops: float = 0.35 * 989e12) -> Ran:
     """Of an update that takes a second."""
-    return Ran(kind, "bfloat16", 2**34, flops, 2**17, PHASES, PARTS)
+    return Ran(kind, "bfloat16", 2**34, flops, 2**17, 1.0, PHASES, PARTS)
 
 
 @pytest.mark.timeout(600)
