@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import benchmarks.utilisation
@@ -95,3 +96,14 @@ def test_every_case_that_has_a_mark_is_a_run_and_every_target_a_chip():
         assert rows * length == 2**14 and config.inference.max_slots * length == 2**17
         assert config.inference.padded_length(length // 2) == length // 2
     assert {target.removesuffix(":1") for target in KINDS.values()} == {*CHIPS, "cpu"}
+
+
+def test_whoever_compares_has_not_loaded_jax_which_must_be_told_first_where_it_compiles_for_a_chip():
+    lines = [
+        "import sys",
+        "from benchmarks.utilisation import Case, parse",
+        "parse([]), Case('0.5b', 4096, 2**17).config",
+        "print('jax' in sys.modules)",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False\n", done.stderr
