@@ -22,19 +22,25 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import penstock
 from benchmarks.marks import Marks
+from penstock.model.language.config import ModelConfig
 from penstock.overseer.config import RunConfig
 from penstock.overseer.estimate import bytes_text, model_shape
 
 if TYPE_CHECKING:  # it loads JAX, which must be told first where there is no chip
+    from penstock.inference.config import EngineConfig
     from penstock.overseer.fitting.report import FitReport
 
-BASE = {"async": False, "model.init.vocab_size": 4096, "curriculum.lessons.cats.sampling_params.max_output_tokens": 16}
+BASE = {
+    "async": False, "model.init.vocab_size": 4096, "curriculum.lessons.cats.sampling_params.max_output_tokens": 16,
+    "learner.remat": "layer",
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "wide, long rows": {
         "model.init.hidden_size": 512, "model.init.intermediate_size": 1408, "model.init.num_attention_heads": 8,
@@ -116,60 +122,74 @@ def _measured_apart(name: str, environment: dict[str, str]) -> int:
     return int(answer.stdout.splitlines()[-1])
 
 
-def measured(config: RunConfig) -> int:
-    """Bytes by which this process grows at most while the run's programs run; the first pass compiles them."""
-    _pass_through(config)
+def measured(config: RunConfig, model: ModelConfig) -> int:
+    """Bytes that the run's programs take at most of the device; the first pass compiles them.
+
+    Of a CPU those by which this process grows then; another device counts them itself.
+    """
+    import jax
+
+    _pass_through(config, model)
     gc.collect()
     before = _restarted_peak()
-    _pass_through(config)
-    return _status("VmHWM") - before
+    _pass_through(config, model)
+    counted = jax.local_devices()[0].memory_stats() or {}
+    return counted.get("peak_bytes_in_use") or _status("VmHWM") - before
 
 
-def _pass_through(config: RunConfig) -> None:
+def _pass_through(config: RunConfig, model: ModelConfig) -> None:
     """What a run does of its engine's and learner's: prefill, decode, update, hand-over, twice."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     from penstock.inference.model_runner import ModelRunner
-    from penstock.inference.scheduler import SlotTable
     from penstock.learner import Learner
     from penstock.model.language import Decoder, named_arrays
 
-    model, engine = model_shape(config.model), config.inference
+    engine = config.inference
     decoder = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, leaf.dtype), Decoder.of_shapes(model))
     runner, learner = ModelRunner(decoder, engine), Learner(decoder, config.learner, total_steps=2)
     del decoder
-    rows = SlotTable(engine.max_slots, engine.max_stop_token_ids).rows
-    rows["budget"][:] = engine.steps_per_dispatch
-    rows["positions"][:] = engine.max_seq_len - engine.steps_per_dispatch - 1
-    prompts = max(((r, n) for n in engine.prefill_buckets for r in engine.prefill_row_counts(n)), key=np.prod)
+    rows = live_rows(engine, engine.max_seq_len - engine.steps_per_dispatch - 1)
+    lengths = [length for length in engine.prefill_buckets if length <= (runner.whole or length)]
+    prompts = max(((count, n) for n in lengths for count in engine.prefill_row_counts(n)), key=np.prod)
+    batch = batch_of(config, 2 * config.learner.micro_batch_rows, 8)
     for step in range(2):
         runner.resize(engine.max_seq_len)
         runner.prefill(np.zeros(prompts, np.int32), np.zeros(engine.max_slots, np.int32))
         runner.fork({})
         runner.decode(rows)
-        learner.update(_batch(config), step)
+        learner.update(replace(batch, step=step), step)
         runner.load(runner.prepare(named_arrays(learner.decoder)))
         runner.resize(engine.window_buckets[0])
     jax.block_until_ready(runner.weights)
 
 
-def _batch(config: RunConfig) -> Any:
-    """Two micro-batches of full rows."""
+def live_rows(engine: "EngineConfig", position: int) -> Any:
+    """All slots, with so many tokens behind them and a dispatch before them."""
+    from penstock.inference.scheduler import SlotTable
+
+    rows = SlotTable(engine.max_slots, engine.max_stop_token_ids).rows
+    rows["budget"][:], rows["positions"][:] = engine.steps_per_dispatch, position
+    return rows
+
+
+def batch_of(config: RunConfig, sequences: int, prompt: int, vocabulary: int = 2) -> Any:
+    """Sequences of a row each, after prompts of so many tokens, drawn below `vocabulary`."""
     import numpy as np
 
     from penstock.batch import example_from_rollout
     from penstock.types import Rollout, RolloutMetadata, TrainingBatch
 
-    length, answer = config.learner.row_length, config.learner.row_length - 8
+    length, answer, rng = config.learner.row_length, config.learner.row_length - prompt, np.random.default_rng(0)
     examples = [
         example_from_rollout(
             Rollout(
                 env_name="benchmark",
                 env_example_id="0",
-                prompt_tokens=np.zeros(8, np.int32),
-                response_tokens=np.ones(answer, np.int32),
+                prompt_tokens=rng.integers(0, vocabulary, prompt).astype(np.int32),
+                response_tokens=rng.integers(0, vocabulary, answer).astype(np.int32),
                 response_logprobs=np.full(answer, -9, np.float32),
                 token_rewards=np.zeros(answer, np.float32),
                 episode_reward=0.0,
@@ -179,7 +199,7 @@ def _batch(config: RunConfig) -> Any:
             advantage=1.0,
             max_tokens=length,
         )
-        for index in range(2 * config.learner.micro_batch_rows)
+        for index in range(sequences)
     ]
     return TrainingBatch("benchmark", 0, tuple(examples), (), {})
 
@@ -215,7 +235,7 @@ def calibrate(names: Sequence[str]) -> int:
 
 
 MODELS, ROWS = ("0.5b", "1.5b", "7b"), (4096, 16384, 65536)
-LARGE = ["model.dtype=bfloat16", "learner.micro_batch_rows=1", "inference.max_slots=16"]
+LARGE = ["model.dtype=bfloat16", "learner.micro_batch_rows=1", "learner.remat=layer", "inference.max_slots=16"]
 """What the tables change of the recipe `cats`, whose lessons do not matter here."""
 RANK, TRAINED = 16, ("full", "lora")
 LINEAR = 4.4
@@ -314,7 +334,8 @@ def judge(marks: Marks, name: str, target: str, temporaries: dict[int, int], lin
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parse(words)
     if arguments.measure:
-        print(measured(calibrated(arguments.measure)))
+        config = calibrated(arguments.measure)
+        print(measured(config, model_shape(config.model)))
         return 0
     if arguments.target:
         asked = arguments.models, arguments.rows, arguments.trained, Lines(arguments.set, arguments.results)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import penstock
+from penstock.overseer.estimate import model_shape
 from penstock.overseer.fitting.chips import CHIPS, Chip
 from penstock.overseer.fitting.compiling import (
     ChipCompiler,
@@ -149,6 +150,18 @@ def test_an_adapter_has_its_base_once_and_all_that_trains_is_its_own(config):
 def test_engine_and_learner_share_a_model_s_ends(config):
     model = shape_named("0.5b", config)
     assert RunShapes(config, model).shared_bytes == 2 * (model.vocab_size + 1) * model.hidden_size
+
+
+def test_a_swap_takes_layers_one_by_one_and_beside_an_adapter_none(config):
+    model = model_shape(config.model)
+    shapes = RunShapes(config, model)
+    swap = shapes.engine_programs["swap, a layer"]
+    part = ChipCompiler(Chip("here", "cpu", 2**30, 1e9, {"float32": 1e9})).compile("swap", "engine", swap)
+    of_layers = tree_bytes(shapes.decoder.layers)
+    assert part.arguments_bytes >= of_layers and part.temporaries_bytes == 0
+    assert part.results_bytes == pytest.approx(of_layers / model.num_hidden_layers, rel=0.01)
+    adapted = RunShapes(config, with_adapter(shape_named("0.5b", config), 16))
+    assert "swap, a layer" not in adapted.engine_programs
 
 
 def test_frozen_arrays_have_no_part_in_gradient_and_state(config):

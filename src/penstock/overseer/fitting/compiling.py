@@ -32,6 +32,7 @@ from penstock.inference.scheduler import SlotTable
 from penstock.learner import Learner, LearnerConfig
 from penstock.model.language import Decoder, ModelConfig
 from penstock.model.language.attention_choice import Platform, attention_kernel, platform_named
+from penstock.model.language.decoder import layer_of
 from penstock.overseer.config import RunConfig
 from penstock.overseer.estimate import base_bytes
 from penstock.overseer.fitting.chips import Chip
@@ -156,7 +157,7 @@ class RunShapes:
 
     @functools.cached_property
     def engine_programs(self) -> dict[str, Lowering]:
-        """Decoding and prefill at their largest; and what moves one layer's cache about."""
+        """Decoding and prefill at their largest; what moves one layer's cache about, or takes it from new weights."""
         run: Any = ONE_DEVICE
         slots, window = self.engine.max_slots, self.engine.max_seq_len
         cache = self.cache(slots, window)
@@ -166,6 +167,8 @@ class RunShapes:
             "decode": functools.partial(run.decode.lower, self.weights, cache, rows, steps=steps),
             "fork": functools.partial(run.fork.lower, cache.keys[0], Moves.of({}, slots, window)),
         }
+        if not isinstance(self.decoder.layers, tuple):  # beside an adapter the base stays as it lies
+            found["swap, a layer"] = functools.partial(layer_of.lower, self.decoder.layers, np.int32(0))
         chunk, zero = min(self.engine.prefill_chunk, window), np.int32(0)
         found[f"prefill, {chunk:,} more prompt tokens"] = functools.partial(
             run.extend.lower, self.weights, cache, np.zeros(chunk, np.int32), zero, zero
