@@ -7,7 +7,7 @@ import pytest
 from tests.waiting import wait_until
 
 from penstock.model import programs
-from penstock.model.programs import LazyPrograms, choose_cache, compile_programs, light_compilation, processors_of_process
+from penstock.model.programs import LazyPrograms, choose_cache, compile_programs, light_compilation
 
 WAIT_S = 20.0
 CACHE_KEYS = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
@@ -105,7 +105,10 @@ def test_what_is_begun_is_not_compiled_again():
 
 
 def test_a_program_is_compiled_lightly_in_float32_on_a_cpu_alone():
-    light = {"xla_backend_optimization_level": 1, "xla_cpu_parallel_codegen_split_count": processors_of_process()}
+    light = {
+        "xla_backend_optimization_level": 1,
+        "xla_cpu_parallel_codegen_split_count": programs.processors_of_process(),
+    }
     assert light_compilation("cpu", "float32") == light | {"xla_cpu_use_fusion_emitters": False}
     assert light_compilation("cpu", "float32", newer_fusions=True) == light
     assert light_compilation("cpu", "bfloat16") is light_compilation("gpu", "float32") is None
