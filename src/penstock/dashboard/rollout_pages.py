@@ -101,6 +101,7 @@ SELECT g.group_id, g.lesson, any_value(g.admitted) AS admitted, min(r.time - r.s
        max(r.step) AS step, list_sort(list_distinct(list(coalesce(r.state, 'waiting')))) AS states,
        list([r.position, r.time, r.seconds, r.wait_ms / 1e3, r.prefill_ms / 1e3, r.decode_ms / 1e3,
              r.tool_ms / 1e3, r.reward_ms / 1e3, r.ended, r.reward]::DOUBLE[] ORDER BY r.position) AS lives,
+       list(list_transform(r.turns, lambda ms: ms / 1e3) ORDER BY r.position) AS turns,
        list(coalesce(r.state, 'waiting') ORDER BY r.position) AS fates
 FROM rollouts r JOIN chosen c USING (g) JOIN groups g USING (g)
 GROUP BY g.group_id, g.lesson ORDER BY any_value(c.over) DESC
@@ -269,12 +270,22 @@ def timeline(run: ObservedRun, words: Mapping[str, str]) -> dict[str, Any]:
     steps, _, times = run.curves.series("train/loss")
     swaps = [[int(step), round(float(time), 3)] for step, time in zip(steps, times, strict=True)]
     first = min((row["admitted"] or row["began"] or row["finished"] or 0.0 for row in rows), default=0.0)
+    last = max((row["ended"] or row["finished"] or 0.0 for row in rows), default=0.0)
     return {
         "span": [span["first"], span["last"]],
         "bars": rows,
         "most": MOST_BARS,
         "updates": [swap for swap in swaps if swap[1] >= first][-MOST_BARS:],
+        "served": {who: _between(*found, first, last) for who, found in sorted(run.swaps().items())},
+        "simulators": run.is_of_simulators,
     }
+
+
+def _between(times: np.ndarray, steps: np.ndarray, first: float, last: float) -> list[list[float]]:
+    """Step and moment of the versions that an engine had from one moment to another, the one it began with too."""
+    begin, end = max(0, np.searchsorted(times, first, "right") - 1), np.searchsorted(times, last, "right")
+    shown = slice(max(begin, end - MOST_BARS), end)
+    return [list(pair) for pair in zip(steps[shown].tolist(), times[shown].round(3).tolist(), strict=True)]
 
 
 def _number(name: str, word: str) -> int | float:
@@ -456,7 +467,7 @@ def _turn(
     numbers: Sequence[np.ndarray] | None,
     text: TokenText | None,
 ) -> dict[str, Any]:
-    shown: dict[str, Any] = {"role": turn.role, "tokens": turn.stop - turn.start}
+    shown: dict[str, Any] = {"role": turn.role, "tokens": turn.stop - turn.start, "timings": dict(turn.timings)}
     if text is None:
         return shown | {"text": turn.content[: 4 * MOST_TOKENS]}
     prompt, stop = len(rollout.prompt_tokens), min(turn.stop, MOST_TOKENS)
@@ -484,8 +495,9 @@ def _turn(
 def _fragment(table: pa.Table) -> dict[str, Any]:
     """A fragment of simulator steps, without its observations."""
     kept = ("env_name", "slot", "steps", "trainable_steps", "complete", "rewards", "terminated", "truncated", "faults",
-            "logprobs", "values", "weight_steps", "episodes")  # fmt: skip
+            "logprobs", "values", "weight_steps", "episodes", "timings")  # fmt: skip
     row = table.select([name for name in kept if name in table.column_names]).slice(0, 1).to_pylist()[0]
+    row["timings"] = dict(row.get("timings") or ())
     return {name: value[:MOST_TOKENS] if isinstance(value, list) else value for name, value in row.items()}
 
 

@@ -185,7 +185,8 @@ def _turns(batch: pa.RecordBatch) -> list[tuple[Turn, ...]]:
     lists = batch.column("turns")
     structs = lists.values
     fields = [values_from_column(structs.field(field)) for field in ("role", "content", "start", "stop")]
-    return list(map(tuple, slices(list(map(Turn, *fields)), lists.offsets)))
+    timings = pairs_from_column(structs.field("timings"))
+    return list(map(tuple, slices(list(map(Turn, *fields, timings)), lists.offsets)))
 
 
 def _sample_starts(batch: pa.RecordBatch) -> list[tuple[int, ...]]:
@@ -280,7 +281,9 @@ def _batch_metadata(table: pa.Table, name: str) -> RolloutMetadata:
         ) from error
 
 
-_TURN = pa.struct([("role", pa.string()), ("content", pa.string()), ("start", pa.int32()), ("stop", pa.int32())])
+_TURN = pa.struct(
+    [("role", pa.string()), ("content", pa.string()), ("start", pa.int32()), ("stop", pa.int32()), ("timings", PAIRS)]
+)
 _DECODING = pa.struct([field.with_nullable(True) for field in columns_of(Decoding)])
 
 ROLLOUT_SCHEMA = versioned(
@@ -418,7 +421,8 @@ def _turns_column(rollouts: Sequence[AnyRollout]) -> pa.Array:
         [turn.start for turn in turns],
         [turn.stop for turn in turns],
     )
-    columns = [pa.array(value, field.type) for value, field in zip(values, _TURN, strict=True)]
+    columns = [pa.array(value, field.type) for value, field in zip(values, _TURN, strict=False)]
+    columns.append(pairs_column([turn.timings for turn in turns]))
     return nested_column(lists, pa.StructArray.from_arrays(columns, fields=list(_TURN)))
 
 
