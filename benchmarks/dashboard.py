@@ -3,14 +3,13 @@
     python -m benchmarks.dashboard [--rollouts 1000000] [--updates 50000] [--metrics 200] [--folder FOLDER]
 
 Makes a run directory by the public formats (kept in FOLDER, if one is named, for the next time): groups of eight
-rollouts of eight tokens in parts of 50,000, one group in eight of two responses, a fate for each, metrics, and the swaps of
-one engine. No batches: advantages are not indexed. Then
-a dashboard in a process of its own reads it, in a cache of its own. Measured: rollouts indexed per second and bytes of
-the index for each; once that is done, seconds from the start of a browser's visit to the first curve, the 95th
-percentile of filters that were not asked before, the longest frame while a list scrolls, and the server's largest
-resident memory. On a machine with other work the server's processor seconds, printed beside, say more than the clock.
-Without a browser (extra `dashboard-test` and chromium) what needs one is left out, and said. Exits with 1 where a mark
-is missed.
+rollouts of eight tokens in parts of 50,000, one group in eight of two responses, a fate for each, metrics, and the
+swaps of one engine. No batches: advantages are not indexed. Then a dashboard in a process of its own reads it, in a
+cache of its own. Measured: rollouts indexed per second and bytes of the index for each; once that is done, seconds from
+the start of a browser's visit to the first curve, the 95th percentile of filters that were not asked before, the
+longest frame while a list scrolls, and the server's largest resident memory. On a machine with other work the server's
+processor seconds, printed beside, say more than the clock. Without a browser (extra `dashboard-test` and chromium) what
+needs one is left out, and said. Exits with 1 where a mark is missed.
 
     python -m benchmarks.dashboard --pace [--rounds 8] [--seconds 18] [--folder FOLDER]
 
