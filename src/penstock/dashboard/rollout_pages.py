@@ -83,11 +83,11 @@ ORDER BY list_position($groups, s.g)
 """
 
 
-# Which groups first, by few numbers of each; then what is shown of those.
+# Which groups first, by few numbers of each; then what is shown of those. An open buffer admits what is finished.
 _BARS = """
 WITH lives AS (
     SELECT r.g, greatest(max(r.time), coalesce(max(r.ended), 0)) AS over, count(*) AS n,
-           coalesce(any_value(g.admitted), min(r.time)) AS begun
+           coalesce(least(any_value(g.admitted), min(r.time - r.seconds)), min(r.time)) AS begun
     FROM rollouts r JOIN groups g USING (g) WHERE g.evaluation IS NULL GROUP BY r.g
 ), latest AS (
     SELECT g, over, n FROM lives WHERE ($low IS NULL OR over >= $low) AND ($high IS NULL OR begun <= $high)
@@ -96,9 +96,10 @@ WITH lives AS (
     SELECT g, over FROM latest QUALIFY coalesce(sum(n) OVER (ORDER BY over DESC, g ROWS BETWEEN UNBOUNDED PRECEDING
                                                              AND 1 PRECEDING), 0) < $most
 )
-SELECT g.group_id, g.lesson, any_value(g.admitted) AS admitted, min(r.time - r.seconds) AS began,
-       max(r.time) AS finished, max(r.ended) AS ended, any_value(r.worker) AS worker, avg(r.reward) AS reward,
-       max(r.step) AS step, list_sort(list_distinct(list(coalesce(r.state, 'waiting')))) AS states,
+SELECT g.group_id, g.lesson, least(any_value(g.admitted), min(r.time - r.seconds)) AS admitted,
+       min(r.time - r.seconds) AS began, max(r.time) AS finished, max(r.ended) AS ended,
+       any_value(r.worker) AS worker, avg(r.reward) AS reward, max(r.step) AS step,
+       list_sort(list_distinct(list(coalesce(r.state, 'waiting')))) AS states,
        list([r.position, r.time, r.seconds, r.wait_ms / 1e3, r.prefill_ms / 1e3, r.decode_ms / 1e3,
              r.tool_ms / 1e3, r.reward_ms / 1e3, r.ended, r.reward]::DOUBLE[] ORDER BY r.position) AS lives,
        list(list_transform(r.turns, lambda ms: ms / 1e3) ORDER BY r.position) AS turns,
@@ -263,7 +264,7 @@ def timeline(run: ObservedRun, words: Mapping[str, str]) -> dict[str, Any]:
     """
     low, high = (float(_number(name, words[name])) if words.get(name) else None for name in ("from", "to"))
     span = run.index.rows(
-        """SELECT min(coalesce(g.admitted, r.time - r.seconds)) AS first, max(greatest(r.time, r.ended)) AS last
+        """SELECT min(least(g.admitted, r.time - r.seconds)) AS first, max(greatest(r.time, r.ended)) AS last
         FROM rollouts r JOIN groups g USING (g) WHERE g.evaluation IS NULL"""
     )[0]
     rows = run.index.rows(_BARS, {"low": low, "high": high, "most": MOST_BARS})

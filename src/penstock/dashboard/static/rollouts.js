@@ -310,7 +310,8 @@ function spent(timings, stages = STAGES) {
 
 /** What a turn took, where it is stored, which it is of conversations. */
 function took(turn) {
-  return STAGES.filter(([stage]) => turn.timings[`${stage}_s`] >= 0.0005).map(([stage, , text]) => ` · ${stage === "rest" ? "rest before it" : text} ${duration(turn.timings[`${stage}_s`])}`).join("");
+  const names = { ...Object.fromEntries(STAGES.map(([stage, , text]) => [`${stage}_s`, text])), rest_s: "rest before it" };
+  return Object.entries(turn.timings).filter(([stage, seconds]) => names[stage] && seconds >= 0.0005).map(([stage, seconds]) => ` · ${names[stage]} ${duration(seconds)}`).join("");
 }
 
 function skipped(member) {
