@@ -191,6 +191,15 @@ def test_ratios_and_entropies_are_those_that_were_computed_of_its_update(client,
     sampled = example.loss_mask[:-1]
     behaviour = read_records(directory.rollouts / "part-b.parquet")[1].rollout.response_logprobs[: sampled.sum()]
     numbers[:, sampled] = [behaviour + 0.5, np.full(sampled.sum(), 1.25), behaviour - 0.25]
+    assert get(client, "/api/runs/mine/update", step=2)["moved"] == []
+    did = (("moved", 0.75), ("along", 0.5), ("staleness", 1.0), ("drift", -0.25), ("surprise", 2.0))
+    others = [RescoredRollout("cats-0-1/0", 7, *numbers, (("moved", 0.8),)), RescoredRollout("gone-0-1/0", 7, *numbers)]
+    write_rescored(directory, "batch_1_1", [RescoredRollout("cats-0-1/1", 7, *numbers, did), *others])
+    most, moved = get(client, "/api/runs/mine/update", step=2)["moved"]
+    assert most["rollout_id"] == "cats-0-1/0" and moved == dict(did) | {
+        "rollout_id": "cats-0-1/1", "group_id": "cats-0-1", "lesson": "cats", "reward": 1.0, "advantage": 1.0,
+        "tokens": 2,
+    }  # fmt: skip
     write_rescored(directory, "batch_1_1", [RescoredRollout("cats-0-1/1", 7, *numbers)])
     page = get(client, "/api/runs/mine/group", id="cats-0-1")
     assert page["explained"] == {"newest": [7], "missing": True, "commands": [command]}  # its neighbour has none

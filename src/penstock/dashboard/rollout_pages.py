@@ -8,7 +8,9 @@ entropies are those that `penstock why` computed of that update, where it did.
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
@@ -412,6 +414,24 @@ def _explained(
         "missing": bool(missing),
         "commands": [command_line("why", run.directory.path, "--step", str(step)) for step in sorted(missing or steps)],
     }
+
+
+def moved_by(run: ObservedRun, step: int) -> list[dict[str, Any]]:
+    """What `penstock why` found that rollouts did to an update, what moved it most first; nothing where not asked."""
+    parts = run.index.rows("SELECT name FROM parts WHERE part = ? AND starts_with(name, 'batches/')", [-step])
+    found: dict[str, dict[str, float]] = {}
+    for row in parts:
+        with suppress(RunDirectoryError, OSError):  # a group's page says what cannot be read
+            batch = read_rescored(run.directory, PurePosixPath(row["name"]).stem)
+            found |= {name: dict(one.numbers) for name, one in batch.items() if one.numbers}
+    most = sorted(found, key=lambda name: -found[name].get("moved", 0.0))[:MOST_MEMBERS]
+    rows = run.index.rows(
+        """SELECT g.group_id || '/' || r.position AS rollout_id, g.group_id, g.lesson, r.reward, r.advantage, r.tokens
+        FROM rollouts r JOIN groups g USING (g) WHERE g.group_id IN (SELECT unnest(?))""",
+        [[name.rpartition("/")[0] for name in most]],
+    )
+    known = {row["rollout_id"]: row for row in rows}
+    return [known[name] | found[name] for name in most if name in known]
 
 
 def _token_text(run: ObservedRun) -> tuple[TokenText | None, str]:
