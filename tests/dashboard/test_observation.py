@@ -1,5 +1,6 @@
 """Runs that are watched: what is read anew, and how seldom."""
 
+import sys
 import threading
 import time
 
@@ -64,9 +65,13 @@ def test_the_command_leaves_the_processor_to_runs(tmp_path, monkeypatch):
     write_run(tmp_path / "mine")
     done = []
     monkeypatch.setattr("os.nice", lambda by: done.append(("nice", by)))
+    monkeypatch.setattr("sys.meta_path", [*sys.meta_path])
     monkeypatch.setattr("penstock.dashboard.web.serve_dashboard", lambda path, *_, **__: done.append(("serve", path)))
     assert cli.main(["dashboard", str(tmp_path / "mine")]) == 0
     assert done == [("nice", 10), ("serve", tmp_path / "mine")]
+    with pytest.raises(ModuleNotFoundError, match="no use for pandas"):
+        sys.meta_path[0].find_spec("pandas")
+    assert sys.meta_path[0].find_spec("pyarrow") is None  # others find it
 
 
 def test_swaps_of_engines_are_kept_apart_from_what_happened(tmp_path, monkeypatch):
