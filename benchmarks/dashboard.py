@@ -3,13 +3,13 @@
     python -m benchmarks.dashboard [--rollouts 1000000] [--updates 50000] [--metrics 200] [--folder FOLDER]
 
 Makes a run directory by the public formats (kept in FOLDER, if one is named, for the next time): groups of eight
-rollouts of eight tokens in parts of 50,000, a fate for each, and metrics. No batches: advantages are not indexed. Then
-a dashboard in a process of its own reads it, in a cache of its own. Measured: rollouts indexed per second and bytes of
-the index for each; once that is done, seconds from the start of a browser's visit to the first curve, the 95th
-percentile of filters that were not asked before, the longest frame while a list scrolls, and the server's largest
-resident memory. On a machine with other work the server's processor seconds, printed beside, say more than the clock.
-Without a browser (extra `dashboard-test` and chromium) what needs one is left out, and said. Exits with 1 where a mark
-is missed.
+rollouts of eight tokens in parts of 50,000, one group in eight of two responses, a fate for each, metrics, and the
+swaps of one engine. No batches: advantages are not indexed. Then a dashboard in a process of its own reads it, in a
+cache of its own. Measured: rollouts indexed per second and bytes of the index for each; once that is done, seconds from
+the start of a browser's visit to the first curve, the 95th percentile of filters that were not asked before, the
+longest frame while a list scrolls, and the server's largest resident memory. On a machine with other work the server's
+processor seconds, printed beside, say more than the clock. Without a browser (extra `dashboard-test` and chromium) what
+needs one is left out, and said. Exits with 1 where a mark is missed.
 
     python -m benchmarks.dashboard --pace [--rounds 8] [--seconds 18] [--folder FOLDER]
 
@@ -42,7 +42,7 @@ import pyarrow as pa
 
 from benchmarks.marks import Marks
 from penstock.rundir import RunDirectory, read_metrics
-from penstock.rundir.parquet import write_parquet
+from penstock.rundir.parquet import pairs_column, write_parquet
 from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA
 from penstock.types.generation import STAGES
 from penstock.types.intervals import t_quantile
@@ -76,11 +76,29 @@ def make_run(path: Path, rollouts: int, updates: int, metrics: int) -> None:
         for step in range(1, updates + 1):
             values = (rng.random(metrics) + step / updates).round(6).tolist()
             file.write(json.dumps({"step": step, "time": 1e9 + step, **dict(zip(names, values, strict=True))}) + "\n")
-    directory.events_path.write_text('{"time": 1e9, "event": "start", "step": 0}\n')
+    with directory.events_path.open("w") as file:
+        file.write('{"time": 1e9, "event": "start", "step": 0}\n')
+        for step in range(1, updates + 1):
+            file.write(
+                f'{{"time": {1e9 + step * rollouts / updates}, "event": "weights_served", "step": {step}, "component": '
+                f'"inference-0", "incarnation": 0, "version": [0, {step}]}}\n'
+            )
     directory.write_status({"state": "finished", "step": updates, "steps": updates, "lineage": 0})
 
 
 SPENT = [*STAGES, "tool_s", "reward_s", "generate_s"]
+
+
+def turns(rng: np.random.Generator, number: int) -> list[dict]:
+    """A question and an answer; in one group of eight there is a tool between two answers, and seconds of each."""
+    roles = ["user", "assistant", "tool", "assistant"] if number // GROUP % 8 == 0 else ["user", "assistant"]
+    made = [
+        {"role": role, "content": f"{role} of {number}", "start": 0, "stop": TOKENS, "timings": []} for role in roles
+    ]
+    if len(roles) > 2:
+        for turn, stages in zip(made[1:], (STAGES, ["tool_s"], ["rest_s", *STAGES]), strict=True):
+            turn["timings"] = list(zip(stages, rng.exponential(0.05, len(stages)).tolist(), strict=True))
+    return made
 
 
 def part(rng: np.random.Generator, start: int, count: int, rollouts: int, updates: int) -> pa.Table:
@@ -122,9 +140,9 @@ def part(rng: np.random.Generator, start: int, count: int, rollouts: int, update
         elif field.name == "timings":
             seconds = rng.exponential(0.1, (count, len(SPENT)))
             seconds[:, -1] += seconds[:, :-2].sum(1)
-            keys = pa.array(SPENT * count, pa.string())
-            offsets_of_maps = np.arange(0, seconds.size + 1, len(SPENT), np.int32)
-            columns.append(pa.MapArray.from_arrays(offsets_of_maps, keys, seconds.ravel()).cast(field.type))
+            columns.append(pairs_column([list(zip(SPENT, row, strict=True)) for row in seconds.tolist()]))
+        elif field.name == "turns":
+            columns.append(pa.array([turns(rng, number) for number in numbers.tolist()], field.type))
         else:
             columns.append(pa.array([None if field.nullable else []] * count, field.type))
     return pa.Table.from_arrays(columns, schema=ROLLOUT_SCHEMA)

@@ -53,6 +53,7 @@ def make_fragment(
         final_steps=finals,
         final_observations={"": np.full((len(finals), 4), 7, np.float32)},
         initial_state={"hidden": np.full(2, 0.25, np.float32)},
+        timings={"generate_s": 2.0, "policy_s": 0.5, "simulate_s": 1.25},
         metadata=RolloutMetadata("w0", timestamp, int(versions.min()), lineage),
     )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -18,6 +19,12 @@ Said = Sequence[tuple[str, str]]
 WHOLE = {"generate_s": 0.25}
 SPENT = {**WHOLE, "wait_s": 0.02, "prefill_s": 0.05, "decode_s": 0.1, "tool_s": 0.03, "reward_s": 0.01}
 """Seconds by stage, which leave 50 ms of the whole."""
+SPENT_BY_TURN = {
+    2: {"wait_s": 0.02, "prefill_s": 0.03, "decode_s": 0.06},
+    3: {"tool_s": 0.03},
+    4: {"rest_s": 0.01, "prefill_s": 0.02, "decode_s": 0.04, "reward_s": 0.01},
+}
+"""The same by turn; 10 ms of the rest lie before the second response."""
 
 
 def rollout(
@@ -27,6 +34,7 @@ def rollout(
     weight_steps: Sequence[int] = (0,),
     timestamp: float = 1000.0,
     timings: Mapping[str, float] = WHOLE,
+    of_turns: Mapping[int, Mapping[str, float]] = MappingProxyType({}),
 ) -> RolloutRecord:
     """A conversation; what the assistant says is sampled, half of it by the first of the weight steps."""
     tokens: list[int] = []
@@ -34,7 +42,8 @@ def rollout(
     turns: list[Turn] = []
     for role, text in said:
         ids = TOKENIZER.encode(text).tolist() + ([TOKENIZER.eos_token_id] if role == "assistant" else [])
-        turns.append(Turn(role, text, len(tokens), len(tokens) + len(ids)))  # type: ignore[arg-type]
+        took = tuple(of_turns.get(len(turns), {}).items())
+        turns.append(Turn(role, text, len(tokens), len(tokens) + len(ids), took))  # type: ignore[arg-type]
         tokens += ids
         mask += [role == "assistant"] * len(ids)
     prompt = next(turn.start for turn in turns if turn.role == "assistant")
@@ -108,7 +117,7 @@ def write_run(path: Path) -> RunDirectory:
             "tools-0-0/0",
             [("system", "Use <calc>."), ("user", "2*3="), ("assistant", "<calc>2*3</calc>"),
              ("tool", "<result>6</result>"), ("assistant", "6")],
-            1.0, (1,), 1002.0, SPENT,
+            1.0, (1,), 1002.0, SPENT, SPENT_BY_TURN,
         ),
         rollout("tools-0-0/1", [("system", "Use <calc>."), ("user", "2*3="), ("assistant", "5")], -0.5, (1,), 1002.0),
     ]  # fmt: skip

@@ -17,13 +17,17 @@ from penstock.rundir import (
     RescoredRollout,
     RunDirectory,
     read_examples,
+    table_from_fragments,
     write_examples,
+    write_parquet,
     write_records,
     write_rescored,
 )
+from penstock.types import RolloutRecord
 from tests.dashboard.prepared_runs import evaluate
 from tests.dashboard.sample_run import HOSTILE, example, group, write_run
 from tests.dashboard.visitors import Served, Visitor, expect
+from tests.fragments_made import make_fragment
 
 pytestmark = [pytest.mark.dashboard, pytest.mark.timeout(120)]
 TOKEN = "token-of-the-browser"
@@ -55,6 +59,9 @@ def parent(tmp_path_factory):
     for process, kind in ((0, "simulator_started"), (1, "simulator_started"), (1, "simulator_failed")):
         events.append(kind, step=3, worker="fleet-0", process=process, task="maze", reason="the floor is lava")
     events.append("graduated", step=30, lesson="cats", reason="0.9 ≥ 0.8")
+    for number, moment in ((0, 400.0), (1, 500.0)):
+        events.append("weights_served", component=f"inference-{number}", version=[0, 1], time=-5.0)
+        events.append("weights_served", component=f"inference-{number}", version=[0, 2], time=moment)
     events.close()
     good.write_status({
         "state": "finished", "step": 120, "steps": 120, "bottleneck": "learner busy 99%", "lineage": 0,
@@ -84,6 +91,15 @@ def parent(tmp_path_factory):
     ]
     write_records(many.rollouts / "part-m.parquet", records)
     write_examples(many.batches / "batch_7_7.parquet", [example([records[0]], [0.25])], "batch_7_7", 7, 0)
+    fleet = RunDirectory.create(folder / "robots", {"fleet": {"tasks": {"cart": {"id": "CartPole-v1"}}}})
+    (fleet.path / "fragments").mkdir(exist_ok=True)
+    made = [make_fragment(f"w0-0-3-{n}", timestamp=1000.0 + 2 * n, weight_steps=n) for n in range(3)]
+    records = [RolloutRecord(each, each.group_id, "CartPole-v1:3") for each in made]
+    write_parquet(fleet.path / "fragments" / "part-0.parquet", table_from_fragments(records))
+    events = EventLog(fleet.events_path)
+    for step, moment in ((0, 998.0), (1, 1000.5), (2, 1003.0)):
+        events.append("weights_served", worker="w0", incarnation=0, version=[0, step], time=moment)
+    events.close()
     old = folder / "old"
     (old / "rollouts").mkdir(parents=True)
     (old / "config.yaml").write_text("seed: 0\n")
@@ -391,10 +407,51 @@ def test_how_a_rollouts_seconds_were_spent_stands_on_the_timeline_and_on_its_pag
     expect(told).to_have_text(
         re.compile(r"prefill 50 ms, decode 100 ms, tools 30 ms, rest of generating 50 ms, reward")
     )
+    drawn = (
+        told.locator("xpath=..").locator("rect").evaluate_all("rects => rects.map((rect) => rect.className.baseVal)")
+    )
+    assert drawn[0] == "life-wait" and drawn[-1] == "end-good"
     page = visitor.open("#/run/good/group?id=tools-0-0")
     spent = page.get_by_label("Seconds by stage")
     expect(spent).to_have_count(1)
     expect(spent).to_have_text("waiting20 msprefill50 msdecode100 mstools30 msrest of generating50 msreward10 ms")
+    heads = page.locator(".answer").first.locator(".turn h3")
+    expect(heads).to_have_text([
+        re.compile("assistant.* · waiting 20 ms · prefill 30 ms · decode 60 ms$"), re.compile("tool.* · tools 30 ms$"),
+        re.compile("assistant.* · rest before it 10 ms · prefill 20 ms · decode 40 ms · reward 10 ms$"),
+    ])  # fmt: skip
+
+
+def test_the_timeline_has_the_versions_of_each_engine(visitor):
+    visitor.read("good")
+    page = visitor.open("#/run/good/timeline", "Timeline")
+    for engine in ("inference-0", "inference-1"):
+        expect(page.locator("text.lane", has_text=engine)).to_have_count(1)
+        expect(page.locator("g.served title", has_text=re.compile(f"^{engine}: version 2, from"))).to_have_count(1)
+    lines = page.locator("g.served line").evaluate_all("lines => lines.map((line) => +line.getAttribute('x1'))")
+    assert len(lines) == 2 and lines[0] < lines[1]  # the one had it later; version 1 both had before this stretch
+    expect(page.locator("g.swap")).to_have_count(0)
+    visitor.read("weak")
+    page = visitor.open("#/run/weak/timeline", "Timeline")  # which says nothing of engines: its lines are updates
+    expect(page.locator("g.served")).to_have_count(0)
+    expect(page.get_by_text("lines are updates")).to_be_visible()
+
+
+def test_the_timeline_of_simulators_draws_policy_and_simulator(visitor):
+    visitor.read("robots")
+    page = visitor.open("#/run/robots/timeline", "Timeline")
+    told = "w0-0-3-1/0: policy 500 ms, simulator 1.25 s, waiting for others 250 ms, in the buffer 2 s; waiting"
+    named = page.locator("title", has_text=re.compile("^w0-0-3-1/0:"))
+    expect(named).to_contain_text(told)
+    rects = named.locator("xpath=..").locator("rect")
+    drawn = rects.evaluate_all("rects => rects.map((r) => [r.className.baseVal, +r.getAttribute('width')])")
+    widths = dict(map(tuple, drawn))
+    assert [name for name, _ in drawn[:3]] == ["life-decode", "life-tool", "life-rest"]
+    assert widths["life-tool"] == pytest.approx(2.5 * widths["life-decode"], rel=0.01)
+    assert widths["life-rest"] == pytest.approx(0.5 * widths["life-decode"], rel=0.01)
+    expect(page.locator("g.served title")).to_have_count(3)  # in its worker's lane
+    page = visitor.open("#/run/robots/group?id=w0-0-3-1", "w0-0-3-1")
+    expect(page.get_by_label("Seconds by stage")).to_have_text("policy500 mssimulator1.25 swaiting for others250 ms")
 
 
 def test_lessons_and_their_states(visitor):
@@ -552,8 +609,8 @@ def test_a_bundle_opens_from_the_disk(browser, parent, tmp_path):
 
 PAGES = [
     "#/", "#/run/good", "#/run/good/ledger", "#/run/good/groups", "#/run/good/group?id=tools-0-0",
-    "#/run/good/timeline", "#/run/good/lessons", "#/run/good/fleet", "#/run/good/update?step=2",
-    "#/compare?a=weak&b=good",
+    "#/run/good/timeline", "#/run/robots/timeline", "#/run/good/lessons", "#/run/good/fleet",
+    "#/run/good/update?step=2", "#/compare?a=weak&b=good",
 ]  # fmt: skip
 
 AXE = """() => axe.run({ runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice'] }).then((found) =>
@@ -571,7 +628,7 @@ def test_axe_finds_nothing_on_any_page(browser, site, scheme, width):
     visitor = Visitor(browser, site.url, color_scheme=scheme)
     visitor.page.set_viewport_size({"width": width, "height": 900})
     visitor.open()
-    for run in ("good", "weak"):
+    for run in ("good", "weak", "robots"):
         visitor.read(run)
     found = {}
     for address in PAGES:

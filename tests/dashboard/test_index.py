@@ -1,12 +1,13 @@
 import threading
 
 import duckdb
+import pyarrow as pa
 import pytest
 
 from penstock.dashboard import index as module
-from penstock.dashboard.index import AGE, STAGES, RunIndex
+from penstock.dashboard.index import AGE, STAGES, RunIndex, _turns
 from penstock.rundir import JsonLinesLog, RunDirectory, write_examples, write_records
-from penstock.rundir.parquet import replacing, write_parquet
+from penstock.rundir.parquet import PAIRS, read_parquet, replacing, write_parquet
 from penstock.rundir.rollout_rows import table_from_records
 from tests.dashboard.sample_run import SPENT, example, group, write_run
 
@@ -59,12 +60,50 @@ def test_steps_are_those_of_the_metrics_and_ages_those_of_the_update(index):
 
 
 def test_seconds_by_stage_are_there_where_a_run_has_them(index):
+    keys = [key for key in SPENT if key in STAGES]
     rows = index.rows(
-        f"""SELECT {", ".join(STAGES)} FROM rollouts r JOIN groups g USING (g) WHERE group_id = 'tools-0-0'
-        ORDER BY position"""
+        f"""SELECT {", ".join(STAGES[key] for key in keys)}, turns FROM rollouts r JOIN groups g USING (g)
+        WHERE group_id = 'tools-0-0' ORDER BY position"""
     )
-    assert list(rows[0].values()) == [1000 * SPENT[key] for key in STAGES.values()]
-    assert list(rows[1].values()) == [None] * 5
+    of_turns = [0, 20, 30, 60, 30] + [10, 0, 20, 40, 0]  # rest before it, waiting, prefill, decode, tools behind it
+    assert list(rows[0].values()) == [*(1000 * SPENT[key] for key in keys), of_turns]
+    assert list(rows[1].values()) == [None] * 6
+
+
+def test_the_seconds_of_turns_are_those_of_their_own_rollouts():
+    answered, tool = {"decode_s": 0.25}, {"tool_s": 0.5}
+    told = [[{}, tool, answered, {}, tool], None, [{}, {}], [tool], [answered, answered, tool, tool]]
+    kind = pa.list_(pa.struct([("timings", PAIRS)]))
+    rows = [None if one is None else [{"timings": list(turn.items())} for turn in one] for one in told]
+    found = _turns(6, iter([pa.array(rows[:2], kind), pa.array(rows[2:] + [[{"timings": None}]], kind)]))
+    first, last = [0, 0, 0, 250, 500], [0, 0, 0, 250, 0] + [0, 0, 0, 250, 500]
+    assert found.to_pylist() == [first, None, None, None, last, None]
+    assert _turns(2, iter(())).to_pylist() == [None, None]
+
+
+def test_a_part_of_before_there_were_seconds_of_turns_is_read_beside_newer_ones(directory, tmp_path):
+    def rows_of(index):
+        return index.rows("SELECT group_id, position, r.* EXCLUDE (g, part) FROM rollouts r JOIN groups g USING (g) "
+                          "ORDER BY ALL")  # fmt: skip
+
+    new = RunIndex(directory, None)
+    read(new)
+    path = directory.rollouts / "part-b.parquet"
+    table = read_parquet(path)
+    older = table.schema.field("turns").type.value_type
+    kind = pa.list_(pa.struct([field for field in older if field.name != "timings"]))
+    at = table.schema.get_field_index("turns")
+    plain = [[{k: v for k, v in turn.items() if k != "timings"} for turn in turns] for turns in
+             table.column("turns").to_pylist()]  # fmt: skip
+    path.unlink()
+    write_parquet(path, table.set_column(at, "turns", pa.array(plain, kind)))
+    old = RunIndex(directory, None)
+    read(old)
+    before, after = rows_of(new), rows_of(old)
+    assert sum(row["turns"] is not None for row in before) == 1
+    assert [row | {"turns": None} for row in before] == after and not old.damaged
+    new.close()
+    old.close()
 
 
 def decide(directory, rollout_id, fate, step, reason="why", lineage=0):

@@ -1,5 +1,6 @@
 """Runs that are watched: what is read anew, and how seldom."""
 
+import sys
 import threading
 import time
 
@@ -8,7 +9,7 @@ import pytest
 from penstock import cli
 from penstock.dashboard import observation
 from penstock.dashboard.observation import LONGEST_REST_S, LOOK_S, REST, ObservedRun, ObservedRuns
-from penstock.rundir import MetricsLog
+from penstock.rundir import EventLog, MetricsLog
 from tests.dashboard.sample_run import write_run
 
 
@@ -64,6 +65,36 @@ def test_the_command_leaves_the_processor_to_runs(tmp_path, monkeypatch):
     write_run(tmp_path / "mine")
     done = []
     monkeypatch.setattr("os.nice", lambda by: done.append(("nice", by)))
+    monkeypatch.setattr("sys.meta_path", [*sys.meta_path])
     monkeypatch.setattr("penstock.dashboard.web.serve_dashboard", lambda path, *_, **__: done.append(("serve", path)))
     assert cli.main(["dashboard", str(tmp_path / "mine")]) == 0
     assert done == [("nice", 10), ("serve", tmp_path / "mine")]
+    with pytest.raises(ModuleNotFoundError, match="no use for pandas"):
+        sys.meta_path[0].find_spec("pandas")
+    assert sys.meta_path[0].find_spec("pyarrow") is None  # others find it
+
+
+def test_swaps_of_engines_are_kept_apart_from_what_happened(tmp_path, monkeypatch):
+    monkeypatch.setattr(observation, "_EVENT_BYTES", 64)  # less than a line, which is read whole
+    directory = write_run(tmp_path / "mine")
+    run, events = ObservedRun(directory.path), EventLog(directory.events_path, lambda: 5.0)
+    events.append("start", step=0)
+    for name, step, moment in (("inference-0", 1, 10.0), ("inference-1", 1, 11.5), ("inference-0", 3, 30.0)):
+        events.append("weights_served", component=name, incarnation=0, version=[0, step], time=moment)
+    assert [event["event"] for event in run.events()] == ["start"]
+    for broken in ([0], [0, "1"], "x", [0, 2**60]):
+        events.append("weights_served", component="inference-0", version=broken, time=1.0)
+    events.append("weights_served", worker="fleet-0.0", incarnation=1, version=[0, 2], time=7.0)
+    events.append("weights_served", component="inference-0", incarnation=1, version=[0, 2], time=20.0)  # told late
+    events.append("end", step=3)
+    events.close()
+    with directory.events_path.open("ab") as file:
+        file.write(b'{"time": 6.0, "eve')
+    found = {who: (times.tolist(), steps.tolist()) for who, (times, steps) in run.swaps().items()}
+    assert found == {
+        "inference-0": ([10.0, 20.0, 30.0], [1, 2, 3]), "inference-1": ([11.5], [1]), "fleet-0.0": ([7.0], [2]),
+    }  # fmt: skip
+    assert [event["event"] for event in run.events()] == ["start", "end"]
+    with directory.events_path.open("ab") as file:
+        file.write(b'nt": "late"}\n')
+    assert [event["event"] for event in run.events()] == ["start", "end", "late"]

@@ -42,6 +42,8 @@ def parent(tmp_path_factory):
         events = EventLog(directory.events_path)
         events.append("start", step=0, pid=1, lineage=0)
         events.append("component_death", step=1, component="rollout-0", reason="<script>alert(1)</script>\x1b[2J")
+        for step, moment in ((0, -9.0), (1, 0.5), (2, 1003.5), (3, 9000.0)):
+            events.append("weights_served", component="inference-0", incarnation=0, version=[0, step], time=moment)
         events.close()
     (folder / "no run").mkdir()
     return folder
@@ -189,6 +191,15 @@ def test_ratios_and_entropies_are_those_that_were_computed_of_its_update(client,
     sampled = example.loss_mask[:-1]
     behaviour = read_records(directory.rollouts / "part-b.parquet")[1].rollout.response_logprobs[: sampled.sum()]
     numbers[:, sampled] = [behaviour + 0.5, np.full(sampled.sum(), 1.25), behaviour - 0.25]
+    assert get(client, "/api/runs/mine/update", step=2)["moved"] == []
+    did = (("moved", 0.75), ("along", 0.5), ("staleness", 1.0), ("drift", -0.25), ("surprise", 2.0))
+    others = [RescoredRollout("cats-0-1/0", 7, *numbers, (("moved", 0.8),)), RescoredRollout("gone-0-1/0", 7, *numbers)]
+    write_rescored(directory, "batch_1_1", [RescoredRollout("cats-0-1/1", 7, *numbers, did), *others])
+    most, moved = get(client, "/api/runs/mine/update", step=2)["moved"]
+    assert most["rollout_id"] == "cats-0-1/0" and moved == dict(did) | {
+        "rollout_id": "cats-0-1/1", "group_id": "cats-0-1", "lesson": "cats", "reward": 1.0, "advantage": 1.0,
+        "tokens": 2,
+    }  # fmt: skip
     write_rescored(directory, "batch_1_1", [RescoredRollout("cats-0-1/1", 7, *numbers)])
     page = get(client, "/api/runs/mine/group", id="cats-0-1")
     assert page["explained"] == {"newest": [7], "missing": True, "commands": [command]}  # its neighbour has none
@@ -219,6 +230,7 @@ def test_a_timeline_has_updates_and_bars(client):
     assert [step for step, _ in page["updates"]] == [1, 2]
     bar = next(bar for bar in page["bars"] if bar["group_id"] == "cats-0-1")
     assert bar["finished"] == 1001.0
+    assert page["served"] == {"inference-0": [[1, 0.5], [2, 1003.5]]} and not page["simulators"]  # of its stretch
 
 
 def test_a_timeline_says_of_each_rollout_how_its_seconds_were_spent(client):
@@ -228,6 +240,8 @@ def test_a_timeline_says_of_each_rollout_how_its_seconds_were_spent(client):
     assert seconds == pytest.approx(
         [0.25, 0.02, 0.05, 0.1, 0.03, 0.01]
     )  # whole, waiting, prefill, decode, tools, reward
+    of_turns = [0, 0.02, 0.03, 0.06, 0.03] + [0.01, 0, 0.02, 0.04, 0]  # rest before, waiting, prefill, decode, tools
+    assert bars["tools-0-0"]["turns"] == [pytest.approx(of_turns), None]
     assert other[2:8] == [0.25, None, None, None, None, None] and bars["tools-0-0"]["fates"] == ["trained"] * 2
     assert len(bars["cats-0-0"]["lives"]) == 4
 

@@ -62,6 +62,34 @@ def test_what_its_responses_took_is_summed_and_what_else_it_spent_stands_beside(
     assert episode.rollout("env", "problem").timings == expected
 
 
+def test_each_turn_of_a_conversation_has_its_own_seconds_and_those_before_it(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("penstock.environments.episode.time.monotonic", lambda: now[0])
+    episode = EpisodeBuilder("ask", PROMPT, Decoding())
+    timings = {"wait_s": 0.5, "decode_s": 1.0}
+    episode.say(replace(said([20], [-1.0], [4], 4), timings=timings, finished_s=103.5))  # 2 s before it
+    one = episode.rollout("env", "problem")
+    assert [turn.timings for turn in one.turns] == [
+        (),
+        (),
+    ] and one.timings == timings  # of one response they are the same
+    now[0] = 104.0
+    episode.hear("told", np.array([30], np.int32))
+    episode.spend("tool_s", 0.5)
+    now[0] = 108.25
+    episode.say(replace(said([40], [-3.0], [6], 3), timings={"prefill_s": 0.25, "decode_s": 3.0}))
+    now[0] = 109.0
+    episode.spend("reward_s", 0.75)
+    rollout = episode.rollout("env", "problem")
+    assert [turn.timings for turn in rollout.turns] == [
+        (),
+        (("rest_s", 2.0), ("wait_s", 0.5), ("decode_s", 1.0)),
+        (("tool_s", 0.5),),
+        (("rest_s", 1.0), ("prefill_s", 0.25), ("decode_s", 3.0), ("reward_s", 0.75)),
+    ]
+    assert rollout.timings == {"wait_s": 0.5, "decode_s": 4.0, "tool_s": 0.5, "prefill_s": 0.25, "reward_s": 0.75}
+
+
 @pytest.mark.parametrize(("tokens", "reason"), [([20], "aborted"), ([], "stop")])
 def test_an_answer_that_did_not_come_about_has_no_reward(tokens, reason):
     episode = EpisodeBuilder("ask", PROMPT, Decoding())

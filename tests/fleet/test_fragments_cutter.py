@@ -1,6 +1,6 @@
 """Fragments: against a plain per-slot reference under random ends, faults, batch orders and versions."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -196,6 +196,39 @@ def test_steps_of_an_older_lineage_are_discarded_and_counted():
     check(second, references[0].steps[6:10], references[0].steps[10])
     counts = cutter.counts()
     assert (counts.started, counts.stale, counts.cut, counts.acting, counts.buffered) == (12, 2, 8, 1, 1)
+
+
+def test_a_fragment_says_what_its_seconds_went_to():
+    now = [100.0]
+    pool, runner = FakePool(2), FakeRunner(2)
+    cutter = FragmentCutter(pool, 2, "w", "w-0", clock=lambda: now[0])
+    pool.start(1)
+    cut = []
+    for turn in range(5):  # the first decision at 100 s, then one every ten
+        batch = join(pool, pool.poll(0), runner)
+        worked = np.array([0.25, 1.0]) * turn
+        cut += cutter.add(replace(batch, simulate_s=worked[batch.slots], inference_s=0.5 + turn))
+        now[0] += 10.0
+    seconds = {slot: [u.fragment.timings for u in cut if u.fragment.slot == slot] for slot in (0, 1)}
+    first, second = seconds[0]
+    assert first == {"generate_s": 20.0, "policy_s": 1.5 + 2.5, "simulate_s": 0.25 + 0.5}
+    assert second == {"generate_s": 20.0, "policy_s": 3.5 + 4.5, "simulate_s": 0.75 + 1.0}
+    assert [timings["simulate_s"] for timings in seconds[1]] == [3.0, 7.0]
+    assert [unsent.fragment.metadata.timestamp for unsent in cut] == [120.0, 120.0, 140.0, 140.0]
+
+
+def test_seconds_of_discarded_steps_are_no_fragments():
+    now = [100.0]
+    pool, runner = FakePool(1), FakeRunner(1)
+    cutter = FragmentCutter(pool, 2, "w", "w-0", clock=lambda: now[0])
+    pool.start(1)
+    cut = []
+    for turn in range(4):
+        if turn == 1:
+            runner.set_weights(WeightVersion(1, 0), {"w": np.array([0])})
+        cut += cutter.add(replace(join(pool, pool.poll(0), runner), simulate_s=1.0, inference_s=0.5))
+        now[0] += 10.0
+    assert [unsent.fragment.timings for unsent in cut] == [{"generate_s": 20.0, "policy_s": 1.0, "simulate_s": 2.0}]
 
 
 def test_a_result_without_an_action_is_refused():

@@ -197,6 +197,15 @@ def test_an_idle_loop_sleeps_and_stops_when_asked():
     assert not thread.is_alive()
 
 
+def test_a_batch_says_how_long_its_slots_were_worked_on():
+    told = []
+    pool, runner = FakePool(2, 2), FakeRunner(4, inference_s=0.002)
+    play(worker_of(pool, runner, told.append), 20)
+    assert min(batch.inference_s for batch in told) >= 0.002
+    assert {tuple(batch.simulate_s) for batch in told} <= {(0.001,) * 2, (0.001,) * 4}
+    assert all(len(batch.simulate_s) == len(batch.slots) for batch in told)
+
+
 def test_stages_are_told_to_the_monitor():
     pool, runner = FakePool(4), FakeRunner(4, inference_s=0.002)
     worker = worker_of(pool, runner, batch_size=2)

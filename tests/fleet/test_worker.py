@@ -329,3 +329,18 @@ def test_reports_can_be_asked_for_again():
     metrics = wrapper.metrics()
     assert metrics["fleet/live"] == 2 and metrics["fleet/steps_started"] == pool.steps_taken
     assert metrics["fleet/weight_step"] == 0 and metrics["fleet/fragments_sent"] == len(sink.fragments)
+
+
+def test_it_tells_when_it_has_another_version():
+    events, broadcaster = [], published(4)
+    wrapper = wrapper_of(FakePool(1), FakeRunner(1), ListSink(), weights=broadcaster, events=events)
+    began = time.time()
+    wrapper.start()
+    wait_until(lambda: "weights_served" in [kind for kind, _ in events])
+    published(6, broadcaster)
+    wait_until(lambda: [kind for kind, _ in events].count("weights_served") == 2)
+    wrapper.stop(10)
+    told = [fields for kind, fields in events if kind == "weights_served"]
+    assert [fields["version"] for fields in told] == [[0, 4], [0, 6]]
+    assert {(fields["worker"], fields["incarnation"]) for fields in told} == {("w", 0)}
+    assert began <= told[0]["time"] <= told[1]["time"] <= time.time()

@@ -1,9 +1,12 @@
 """What `penstock why` computes of tokens, in the user's cache and nowhere else."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from penstock.rundir import RescoredRollout, RunDirectory, read_rescored, write_rescored
+from penstock.rundir.parquet import read_parquet, write_parquet
 from penstock.rundir.rescored_rows import rescored_path
 from penstock.types import RunDirectoryError
 
@@ -22,12 +25,16 @@ def test_numbers_come_back_as_they_were_and_the_run_has_no_byte_of_them(director
     before = sorted(directory.path.rglob("*"))
     nan = np.nan
     written = [
-        rescored("cats-0-1/0", [nan, -1.5, -0.25], [nan, 2.0, 1.0], [nan, -1.0, -0.5]),
+        replace(
+            rescored("cats-0-1/0", [nan, -1.5, -0.25], [nan, 2.0, 1.0], [nan, -1.0, -0.5]),
+            numbers=(("moved", 0.25), ("drift", -0.5)),
+        ),
         rescored("cats-0-1/1", [nan], [nan], [nan]),
     ]
     path = write_rescored(directory, "batch_1_1", written)
     read = read_rescored(directory, "batch_1_1")
     assert list(read) == ["cats-0-1/0", "cats-0-1/1"] and read["cats-0-1/0"].newest_step == 20
+    assert [one.numbers for one in read.values()] == [(("moved", 0.25), ("drift", -0.5)), ()]
     for one in written:
         for name in ("logprobs", "entropies", "newest_logprobs"):
             np.testing.assert_array_equal(getattr(read[one.rollout_id], name), getattr(one, name))
@@ -46,6 +53,13 @@ def test_another_batch_and_another_run_have_none(directory, tmp_path):
     write_rescored(directory, "batch_1_1", [rescored("a-0-0/0", [0.0], [0.0], [0.0])])
     assert read_rescored(directory, "batch_2_1") == {}
     assert read_rescored(RunDirectory.create(tmp_path / "other", {}), "batch_1_1") == {}
+
+
+def test_a_file_of_before_it_said_what_rollouts_did_says_the_rest(directory):
+    path = write_rescored(directory, "batch_1_1", [rescored("a-0-0/0", [0.5], [0.0], [0.0])])
+    write_parquet(path, read_parquet(path).drop_columns(["numbers"]))
+    one = read_rescored(directory, "batch_1_1")["a-0-0/0"]
+    assert one.logprobs.tolist() == [0.5] and one.numbers == ()
 
 
 def test_a_batch_leads_nowhere_else_by_its_name(directory):

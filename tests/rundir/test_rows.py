@@ -55,6 +55,22 @@ def test_rows_from_before_there_were_samples_are_of_one_each(records):
     assert [record.rollout.sample_starts for record in records_from_table(older)] == [(0,), (0,)]
 
 
+def test_what_turns_took_comes_back_and_those_of_older_files_say_nothing(records):
+    took = (("wait_s", 0.5), ("decode_s", 0.25))
+    first, *others = records
+    turns = tuple(
+        dataclasses.replace(turn, timings=took if turn.role == "assistant" else ()) for turn in first.rollout.turns
+    )
+    first = dataclasses.replace(first, rollout=dataclasses.replace(first.rollout, turns=turns))
+    table = table_from_records([first, *others])
+    assert [turn.timings for turn in records_from_table(table)[0].rollout.turns] == [(), took]
+    plain = [[{k: v for k, v in turn.items() if k != "timings"} for turn in row] for row in table["turns"].to_pylist()]
+    kind = pa.list_(pa.struct([field for field in table.schema.field("turns").type.value_type][:4]))
+    older = table.set_column(table.schema.get_field_index("turns"), "turns", pa.array(plain, kind))
+    back = records_from_table(older)[0].rollout.turns
+    assert [turn.timings for turn in back] == [(), ()] and [turn.content for turn in back] == [t.content for t in turns]
+
+
 def test_what_each_reward_function_gave_comes_back_and_older_files_have_none(records):
     parts = (("right", 1.0), ("brief", None))
     scored = dataclasses.replace(records[0].rollout, rewards_by_function=parts)

@@ -37,7 +37,7 @@ from penstock.types import PenstockError
 Answer = TypeVar("Answer")
 pc: Any = pyarrow.compute  # its functions are made when it is imported, and have no types
 
-VERSION = 2
+VERSION = 3
 """Of the tables below; an index of another version is made again."""
 LOG_BYTES = 4 << 20
 """So much of a log is read at once."""
@@ -50,11 +50,14 @@ MEMORY = "80MB"
 THREADS = 2
 
 STAGES = {
-    "wait_ms": "wait_s", "prefill_ms": "prefill_s", "decode_ms": "decode_s", "tool_ms": "tool_s",
-    "reward_ms": "reward_s",
+    "wait_s": "wait_ms", "prefill_s": "prefill_ms", "decode_s": "decode_ms", "policy_s": "decode_ms",
+    "tool_s": "tool_ms", "simulate_s": "tool_ms", "reward_s": "reward_ms",
 }  # fmt: skip
-"""Columns by their keys in `Rollout.timings`: whole milliseconds, which take a third of the room of fractions."""
-_STAGES = ", ".join(STAGES)
+"""Columns of the timings of rollouts and fragments, by key: whole ms, which take a third of the room of fractions."""
+_COLUMNS = tuple(dict.fromkeys(STAGES.values()))
+_STAGES = ", ".join(_COLUMNS)
+OF_TURN = ("rest_s", "wait_s", "prefill_s", "decode_s", "tool_s")
+"""What `rollouts.turns` has of each response, one after the other: ms before it, of it, and of tools behind it."""
 
 _TABLES = f"""
 CREATE TABLE about (key VARCHAR, value VARCHAR);
@@ -64,8 +67,9 @@ CREATE TABLE groups (
     deadline INTEGER);
 CREATE TABLE rollouts (
     g INTEGER, position INTEGER, reward FLOAT, tokens INTEGER, weight_step INTEGER, newest INTEGER, lineage SMALLINT,
-    time DOUBLE, seconds FLOAT, {", ".join(f"{name} INTEGER" for name in STAGES)}, worker VARCHAR, finish VARCHAR,
-    part INTEGER, row INTEGER, state VARCHAR, step INTEGER, ended DOUBLE, reason VARCHAR, advantage FLOAT);
+    time DOUBLE, seconds FLOAT, {", ".join(f"{name} INTEGER" for name in _COLUMNS)}, turns INTEGER[], worker VARCHAR,
+    finish VARCHAR, part INTEGER, row INTEGER, state VARCHAR, step INTEGER, ended DOUBLE, reason VARCHAR,
+    advantage FLOAT);
 """
 AGE = "r.step - r.weight_step - (r.state IS NULL OR r.state = 'trained')::INTEGER"
 """Updates between the oldest weights behind a rollout and the version that its update, or its end, met."""
@@ -93,13 +97,13 @@ QUALIFY row_number() OVER (PARTITION BY g.g, i.position ORDER BY i.part DESC) = 
 _KNOWN_ROWS = f"""
 UPDATE rollouts SET reward = n.reward, tokens = n.tokens, weight_step = n.weight_step, newest = n.newest,
        lineage = n.lineage, time = n.time, seconds = n.seconds, worker = n.worker, finish = n.finish,
-       part = n.part, row = n.row, {", ".join(f"{name} = n.{name}" for name in STAGES)}
+       part = n.part, row = n.row, turns = n.turns, {", ".join(f"{name} = n.{name}" for name in _COLUMNS)}
 FROM numbered n WHERE rollouts.g = n.g AND rollouts.position = n.position
 """
 _NEW_ROWS = f"""
 INSERT INTO rollouts
-SELECT g, position, reward, tokens, weight_step, newest, lineage, time, seconds, {_STAGES}, worker, finish, part, row,
-       evaluation, CASE WHEN evaluation IS NULL THEN NULL ELSE weight_step END, NULL, NULL, NULL
+SELECT g, position, reward, tokens, weight_step, newest, lineage, time, seconds, {_STAGES}, turns, worker, finish,
+       part, row, evaluation, CASE WHEN evaluation IS NULL THEN NULL ELSE weight_step END, NULL, NULL, NULL
 FROM numbered n WHERE NOT EXISTS (FROM rollouts r WHERE r.g = n.g AND r.position = n.position) ORDER BY part, row
 """
 _SPLIT = """
@@ -426,11 +430,10 @@ def _narrowed(file: pq.ParquetFile, name: str) -> pa.Table:
     """What the index keeps of a part."""
     if schema_version(file.schema_arrow) == 0:
         table = table_from_records(records_from_table(file.read(), Path(name).stem))
-        timings = iter(table.column("timings").chunks)
+        timings, turns = iter(table.column("timings").chunks), iter(())
     else:
         table = file.read(columns=[column for column in _NARROW if column in file.schema_arrow.names])
-        wanted = ["timings"] if "timings" in file.schema_arrow.names else []
-        timings = (batch.column(0) for batch in (file.iter_batches(ROWS, columns=wanted) if wanted else ()))
+        timings, turns = _pieces(file, "timings"), _pieces(file, "turns.list.element.timings")
     count, have = table.num_rows, set(table.column_names)
 
     def column(name: str, kind: pa.DataType) -> pa.ChunkedArray:
@@ -454,6 +457,7 @@ def _narrowed(file: pq.ParquetFile, name: str) -> pa.Table:
             "lineage": column("lineage", pa.int16()),
             "time": column("timestamp", pa.float64()),
             **_seconds(count, timings),
+            "turns": _turns(count, turns),
             "worker": column("worker_id", pa.string()),
             "finish": column("finish_reason", pa.string()),
             "row": pa.array(range(count), pa.int32()),
@@ -503,23 +507,63 @@ def _positions(ids: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.fill_null(found.cast(pa.int32()), 0)
 
 
+def _pieces(file: pq.ParquetFile, column: str) -> Iterator[pa.Array]:
+    """A column in pieces of `ROWS`; none where the file has no such column."""
+    leaves = (file.schema.column(number).path for number in range(len(file.schema)))
+    if any(leaf.startswith(f"{column}.") for leaf in leaves):
+        yield from (batch.column(0) for batch in file.iter_batches(ROWS, columns=[column]))
+
+
 def _seconds(count: int, pieces: Iterator[pa.MapArray]) -> dict[str, pa.Array]:
     """The columns of what so many rollouts took, from pieces of their timings; null where nobody said."""
-    found = {key: np.full(count, np.nan) for key in ("generate_s", *STAGES.values())}
-    start = 0
+    found = {name: np.full(count, np.nan) for name in ("seconds", *STAGES.values())}
+    names, start = {"generate_s": "seconds", **STAGES}, 0
     for piece in pieces:
-        pair = pa.struct([("key", piece.type.key_type), ("value", piece.type.item_type)])
-        lists = piece.cast(pa.list_(pair))
-        pairs = lists.flatten()  # without what stands behind a null
-        keys, values = pairs.field(0).dictionary_encode(), pairs.field(1).to_numpy(zero_copy_only=False)
-        rows, codes = pc.list_parent_indices(lists).to_numpy() + start, keys.indices.to_numpy()
-        for code, key in enumerate(keys.dictionary.to_pylist()):
-            if key in found:
-                found[key][rows[codes == code]] = values[codes == code]
+        for key, rows, values in _by_key(piece):
+            if key in names:
+                found[names[key]][rows + start] = values
         start += len(piece)
-    seconds = pa.array(found["generate_s"].astype(np.float32), from_pandas=True)
-    spent = {name: np.rint(np.clip(1e3 * found[key], 0, 2**31 - 1)) for name, key in STAGES.items()}
-    return {"seconds": seconds} | {name: pa.array(ms, from_pandas=True).cast(pa.int32()) for name, ms in spent.items()}
+    seconds = pa.array(found.pop("seconds").astype(np.float32), from_pandas=True)
+    spent = {name: pa.array(_ms(each), from_pandas=True).cast(pa.int32()) for name, each in found.items()}
+    return {"seconds": seconds} | spent
+
+
+def _turns(count: int, pieces: Iterator[pa.ListArray]) -> pa.ChunkedArray:
+    """`OF_TURN` of the responses of so many rollouts, from pieces of their turns; null where nobody said."""
+    found: list[pa.Array] = []
+    for piece in pieces:
+        structs = piece.flatten()
+        entries = [each for each in _by_key(structs.field(0)) if each[0] in OF_TURN]
+        answered = np.zeros(len(structs), np.bool_)
+        for key, turns, _ in entries:
+            answered[turns] |= key == "decode_s"
+        rollouts = pc.list_parent_indices(piece).to_numpy()
+        number = np.cumsum(answered) - 1  # of the response that a turn is, or comes after
+        ms = np.zeros((int(answered.sum()), len(OF_TURN)))
+        for key, turns, values in entries:
+            own = number[turns] >= 0
+            own[own] = rollouts[answered][number[turns][own]] == rollouts[turns][own]
+            ms[number[turns[own]], OF_TURN.index(key)] = values[own]
+        responses = np.bincount(rollouts[answered], minlength=len(piece))
+        offsets = np.append(0, np.cumsum(len(OF_TURN) * responses)).astype(np.int32)
+        flat = pa.array(_ms(ms).ravel().astype(np.int32))
+        found.append(pa.ListArray.from_arrays(pa.array(offsets), flat, mask=pa.array(responses == 0)))
+    kind = pa.list_(pa.int32())
+    return pa.chunked_array(found or [pa.nulls(count, kind)], kind)
+
+
+def _by_key(maps: pa.MapArray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """By key, in which rows it stands, and its values there."""
+    lists = maps.cast(pa.list_(pa.struct([("key", maps.type.key_type), ("value", maps.type.item_type)])))
+    pairs = lists.flatten()  # without what stands behind a null
+    keys, values = pairs.field(0).dictionary_encode(), pairs.field(1).to_numpy(zero_copy_only=False)
+    rows, codes = pc.list_parent_indices(lists).to_numpy(), keys.indices.to_numpy()
+    for code, key in enumerate(keys.dictionary.to_pylist()):
+        yield key, rows[codes == code], values[codes == code]
+
+
+def _ms(seconds: np.ndarray) -> np.ndarray:
+    return np.rint(np.clip(1e3 * seconds, 0, 2**31 - 1))
 
 
 def _problems(keys: pa.ChunkedArray) -> pa.Array:

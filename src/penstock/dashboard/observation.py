@@ -8,11 +8,13 @@ its place. Nothing is written into a run, and nothing of it executed.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 
 from penstock.dashboard.index import RunIndex
 from penstock.dashboard.status import RunStatus, read_run_status
@@ -31,6 +33,12 @@ WANTED_S = 60.0
 """A run is read on for so long after it was asked for; its curves are read once in any case."""
 MOST_EVENTS = 20_000
 """Kept of one run: the newest."""
+MOST_SWAPS = 100_000
+"""Of each engine."""
+_EVENT_BYTES = 1 << 20
+"""So much of the events is read at once."""
+_MOST = 2**53
+"""No step and no moment is greater."""
 
 
 class ObservedRun:
@@ -51,6 +59,7 @@ class ObservedRun:
         self.trust = trust
         self._cache = cache
         self._events: list[dict[str, Any]] = []
+        self._swaps: dict[str, tuple[array[float], array[int]]] = {}
         self._events_offset = 0
         self._index: RunIndex | None = None
         self._pieces: Iterator[str] | None = None
@@ -116,10 +125,21 @@ class ObservedRun:
             return RunStatus(self.directory.path, "dead", str(error), None, "local", {})
 
     def events(self) -> list[dict[str, Any]]:
-        """The lines of ``events.jsonl`` so far, in order."""
+        """The lines of ``events.jsonl`` so far, in order, without those of `swaps`."""
         with self._lock:
             self._read_events()
             return list(self._events)
+
+    def swaps(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """When engines and fleets' workers began to sample with another version.
+
+        Returns:
+            By name: Unix seconds, float64 [n], in order, and the versions' steps, int64 [n].
+        """
+        with self._lock:
+            self._read_events()
+            found = {who: (np.array(times), np.array(steps, np.int64)) for who, (times, steps) in self._swaps.items()}
+        return {who: (np.sort(times), steps[np.argsort(times, kind="stable")]) for who, (times, steps) in found.items()}
 
     def look(self) -> bool:
         """Reads one more piece; returns whether there was any."""
@@ -168,12 +188,28 @@ class ObservedRun:
             return
         with path.open("rb") as file:
             file.seek(self._events_offset)
-            content = file.read()
-        content = content[: content.rfind(b"\n") + 1]
-        if content:
-            self._events += parse_lines(path, content, self._events_offset)
-            self._events_offset += len(content)
-            del self._events[:-MOST_EVENTS]
+            whole = True
+            while whole and (content := file.read(_EVENT_BYTES) + file.readline()):
+                whole = content.endswith(b"\n")
+                content = content[: content.rfind(b"\n") + 1]
+                for event in parse_lines(path, content, self._events_offset):
+                    if event.get("event") == "weights_served":
+                        self._note_swap(event)
+                    else:
+                        self._events.append(event)
+                self._events_offset += len(content)
+                del self._events[:-MOST_EVENTS]
+
+    def _note_swap(self, event: Mapping[str, Any]) -> None:
+        who, held, moment = str(event.get("component", event.get("worker"))), event.get("version"), event.get("time")
+        match held, moment:
+            case [int(), int() as step], int() | float() as seconds if abs(step) < _MOST and abs(seconds) < _MOST:
+                times, steps = self._swaps.setdefault(who, (array("d"), array("q")))
+                times.append(float(seconds))
+                steps.append(step)
+                del times[:-MOST_SWAPS], steps[:-MOST_SWAPS]
+            case _:
+                pass  # of no form that this Penstock knows
 
 
 class ObservedRuns:

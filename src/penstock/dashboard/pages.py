@@ -20,7 +20,7 @@ from penstock.dashboard.findings import (
 )
 from penstock.dashboard.index import AGE
 from penstock.dashboard.observation import ObservedRun, ObservedRuns
-from penstock.dashboard.rollout_pages import choices, group_list, group_page, timeline
+from penstock.dashboard.rollout_pages import choices, group_list, group_page, moved_by, timeline
 from penstock.dashboard.status import components, finite
 from penstock.rundir.commands import command_line
 from penstock.text.safe_text import printable
@@ -232,6 +232,7 @@ def update_page(run: ObservedRun, step: int) -> dict[str, Any]:
     return {
         "step": step,
         "words": update_in_words(run, step),
+        "moved": moved_by(run, step),
         "groups": groups,
         "dropped": dropped,
         "numbers": numbers,

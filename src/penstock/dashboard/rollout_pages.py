@@ -8,7 +8,9 @@ entropies are those that `penstock why` computed of that update, where it did.
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
@@ -83,11 +85,11 @@ ORDER BY list_position($groups, s.g)
 """
 
 
-# Which groups first, by few numbers of each; then what is shown of those.
+# Which groups first, by few numbers of each; then what is shown of those. An open buffer admits what is finished.
 _BARS = """
 WITH lives AS (
     SELECT r.g, greatest(max(r.time), coalesce(max(r.ended), 0)) AS over, count(*) AS n,
-           coalesce(any_value(g.admitted), min(r.time)) AS begun
+           coalesce(least(any_value(g.admitted), min(r.time - r.seconds)), min(r.time)) AS begun
     FROM rollouts r JOIN groups g USING (g) WHERE g.evaluation IS NULL GROUP BY r.g
 ), latest AS (
     SELECT g, over, n FROM lives WHERE ($low IS NULL OR over >= $low) AND ($high IS NULL OR begun <= $high)
@@ -96,11 +98,13 @@ WITH lives AS (
     SELECT g, over FROM latest QUALIFY coalesce(sum(n) OVER (ORDER BY over DESC, g ROWS BETWEEN UNBOUNDED PRECEDING
                                                              AND 1 PRECEDING), 0) < $most
 )
-SELECT g.group_id, g.lesson, any_value(g.admitted) AS admitted, min(r.time - r.seconds) AS began,
-       max(r.time) AS finished, max(r.ended) AS ended, any_value(r.worker) AS worker, avg(r.reward) AS reward,
-       max(r.step) AS step, list_sort(list_distinct(list(coalesce(r.state, 'waiting')))) AS states,
+SELECT g.group_id, g.lesson, least(any_value(g.admitted), min(r.time - r.seconds)) AS admitted,
+       min(r.time - r.seconds) AS began, max(r.time) AS finished, max(r.ended) AS ended,
+       any_value(r.worker) AS worker, avg(r.reward) AS reward, max(r.step) AS step,
+       list_sort(list_distinct(list(coalesce(r.state, 'waiting')))) AS states,
        list([r.position, r.time, r.seconds, r.wait_ms / 1e3, r.prefill_ms / 1e3, r.decode_ms / 1e3,
              r.tool_ms / 1e3, r.reward_ms / 1e3, r.ended, r.reward]::DOUBLE[] ORDER BY r.position) AS lives,
+       list(list_transform(r.turns, lambda ms: ms / 1e3) ORDER BY r.position) AS turns,
        list(coalesce(r.state, 'waiting') ORDER BY r.position) AS fates
 FROM rollouts r JOIN chosen c USING (g) JOIN groups g USING (g)
 GROUP BY g.group_id, g.lesson ORDER BY any_value(c.over) DESC
@@ -262,19 +266,29 @@ def timeline(run: ObservedRun, words: Mapping[str, str]) -> dict[str, Any]:
     """
     low, high = (float(_number(name, words[name])) if words.get(name) else None for name in ("from", "to"))
     span = run.index.rows(
-        """SELECT min(coalesce(g.admitted, r.time - r.seconds)) AS first, max(greatest(r.time, r.ended)) AS last
+        """SELECT min(least(g.admitted, r.time - r.seconds)) AS first, max(greatest(r.time, r.ended)) AS last
         FROM rollouts r JOIN groups g USING (g) WHERE g.evaluation IS NULL"""
     )[0]
     rows = run.index.rows(_BARS, {"low": low, "high": high, "most": MOST_BARS})
     steps, _, times = run.curves.series("train/loss")
     swaps = [[int(step), round(float(time), 3)] for step, time in zip(steps, times, strict=True)]
     first = min((row["admitted"] or row["began"] or row["finished"] or 0.0 for row in rows), default=0.0)
+    last = max((row["ended"] or row["finished"] or 0.0 for row in rows), default=0.0)
     return {
         "span": [span["first"], span["last"]],
         "bars": rows,
         "most": MOST_BARS,
         "updates": [swap for swap in swaps if swap[1] >= first][-MOST_BARS:],
+        "served": {who: _between(*found, first, last) for who, found in sorted(run.swaps().items())},
+        "simulators": run.is_of_simulators,
     }
+
+
+def _between(times: np.ndarray, steps: np.ndarray, first: float, last: float) -> list[list[float]]:
+    """Step and moment of the versions that an engine had from one moment to another, the one it began with too."""
+    begin, end = max(0, np.searchsorted(times, first, "right") - 1), np.searchsorted(times, last, "right")
+    shown = slice(max(begin, end - MOST_BARS), end)
+    return [list(pair) for pair in zip(steps[shown].tolist(), times[shown].round(3).tolist(), strict=True)]
 
 
 def _number(name: str, word: str) -> int | float:
@@ -402,6 +416,24 @@ def _explained(
     }
 
 
+def moved_by(run: ObservedRun, step: int) -> list[dict[str, Any]]:
+    """What `penstock why` found that rollouts did to an update, what moved it most first; nothing where not asked."""
+    parts = run.index.rows("SELECT name FROM parts WHERE part = ? AND starts_with(name, 'batches/')", [-step])
+    found: dict[str, dict[str, float]] = {}
+    for row in parts:
+        with suppress(RunDirectoryError, OSError):  # a group's page says what cannot be read
+            batch = read_rescored(run.directory, PurePosixPath(row["name"]).stem)
+            found |= {name: dict(one.numbers) for name, one in batch.items() if one.numbers}
+    most = sorted(found, key=lambda name: -found[name].get("moved", 0.0))[:MOST_MEMBERS]
+    rows = run.index.rows(
+        """SELECT g.group_id || '/' || r.position AS rollout_id, g.group_id, g.lesson, r.reward, r.advantage, r.tokens
+        FROM rollouts r JOIN groups g USING (g) WHERE g.group_id IN (SELECT unnest(?))""",
+        [[name.rpartition("/")[0] for name in most]],
+    )
+    known = {row["rollout_id"]: row for row in rows}
+    return [known[name] | found[name] for name in most if name in known]
+
+
 def _token_text(run: ObservedRun) -> tuple[TokenText | None, str]:
     try:
         return run.token_text, ""
@@ -456,7 +488,7 @@ def _turn(
     numbers: Sequence[np.ndarray] | None,
     text: TokenText | None,
 ) -> dict[str, Any]:
-    shown: dict[str, Any] = {"role": turn.role, "tokens": turn.stop - turn.start}
+    shown: dict[str, Any] = {"role": turn.role, "tokens": turn.stop - turn.start, "timings": dict(turn.timings)}
     if text is None:
         return shown | {"text": turn.content[: 4 * MOST_TOKENS]}
     prompt, stop = len(rollout.prompt_tokens), min(turn.stop, MOST_TOKENS)
@@ -484,8 +516,9 @@ def _turn(
 def _fragment(table: pa.Table) -> dict[str, Any]:
     """A fragment of simulator steps, without its observations."""
     kept = ("env_name", "slot", "steps", "trainable_steps", "complete", "rewards", "terminated", "truncated", "faults",
-            "logprobs", "values", "weight_steps", "episodes")  # fmt: skip
+            "logprobs", "values", "weight_steps", "episodes", "timings")  # fmt: skip
     row = table.select([name for name in kept if name in table.column_names]).slice(0, 1).to_pylist()[0]
+    row["timings"] = dict(row.get("timings") or ())
     return {name: value[:MOST_TOKENS] if isinstance(value, list) else value for name, value in row.items()}
 
 

@@ -11,6 +11,7 @@ of one answer, or `GroupScoredEnvironment`, for a score of all the answers to on
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from typing_extensions import override
@@ -58,8 +59,9 @@ class EpisodeBuilder:
         self._oldest_weight_step: int | None = None
         self._finish_reason: FinishReason = "stop"
         self._starts = [0]
-        self._timings: dict[str, float] = {}
         self._turns = [Turn("user", prompt_text(prompt), 0, len(prompt_tokens))]
+        self._spent: list[dict[str, float]] = [{}]  # of each turn, by stage
+        self._until = time.monotonic()  # until then it is known what its seconds went to
 
     @property
     def tokens(self) -> np.ndarray:
@@ -100,8 +102,11 @@ class EpisodeBuilder:
         oldest = completion.oldest_weight_step
         self._oldest_weight_step = oldest if seen is None else min(seen, oldest)
         self._finish_reason = completion.finish_reason
-        for stage, seconds in completion.timings.items():
-            self.spend(stage, seconds)
+        ended_s = time.monotonic() if completion.finished_s is None else completion.finished_s
+        rest_s = ended_s - sum(completion.timings.values()) - self._until
+        self._spent[-1] = {"rest_s": rest_s} if completion.timings and rest_s > 0 else {}
+        self._spent[-1] |= completion.timings
+        self._until = max(ended_s, self._until)
 
     def hear(self, text: str, tokens: np.ndarray, role: Role = "tool") -> None:
         """Adds what the policy is told: no log-probabilities, outside the loss mask.
@@ -130,8 +135,9 @@ class EpisodeBuilder:
         self._rewards[self.response_length - 1] = self._rewards.get(self.response_length - 1, 0.0) + reward
 
     def spend(self, stage: str, seconds: float) -> None:
-        """Adds to a stage of `Rollout.timings`; what its responses took is there already."""
-        self._timings[stage] = self._timings.get(stage, 0.0) + seconds
+        """Adds to a stage of the latest turn, which ends now; what its responses took is there already."""
+        self._spent[-1][stage] = self._spent[-1].get(stage, 0.0) + seconds
+        self._until = time.monotonic()
 
     def cut(self) -> None:
         """Marks the episode as ended by a length limit instead of by the policy."""
@@ -154,18 +160,35 @@ class EpisodeBuilder:
             response_mask=_joined(self._mask, np.bool_),
             response_weight_steps=_joined(self._weight_steps, np.int32),
             oldest_weight_step=self._oldest_weight_step,
-            turns=tuple(self._turns),
+            turns=self._timed_turns(),
             decoding=self._decoding,
             finish_reason=self._finish_reason,
             sample_starts=tuple(self._starts),
             rewards_by_function=tuple(by_function),
-            timings=dict(self._timings),
+            timings=self._timings(),
+        )
+
+    def _timings(self) -> dict[str, float]:
+        sums: dict[str, float] = {}
+        for spent in self._spent:
+            for stage, seconds in spent.items():
+                if stage != "rest_s":
+                    sums[stage] = sums.get(stage, 0.0) + seconds
+        return sums
+
+    def _timed_turns(self) -> tuple[Turn, ...]:
+        if sum(turn.role == "assistant" for turn in self._turns) < 2:
+            return tuple(self._turns)
+        return tuple(
+            replace(turn, timings=tuple(spent.items())) if spent else turn
+            for turn, spent in zip(self._turns, self._spent, strict=True)
         )
 
     def _append(self, role: Role, text: str, tokens: np.ndarray) -> None:
         start = len(self._prompt_tokens) + self.response_length
         self._tokens.append(tokens)
         self._turns.append(Turn(role, text, start, start + len(tokens)))
+        self._spent.append({})
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:

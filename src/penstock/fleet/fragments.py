@@ -106,6 +106,7 @@ _DECISIONS = {
     "first": np.bool_, "logprobs": np.float32, "values": np.float32, "weight_steps": np.int32, "episodes": np.int64,
 }  # fmt: skip
 _ONE_MORE = ("first", "values")
+_SPENT = ("generate_s", "policy_s", "simulate_s")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,6 +179,8 @@ class FragmentCutter:
         self._lineage = -1
         self._older: set[int] = set()  # slots whose buffer holds steps of an older lineage
         self._weight_step = np.full(n, -1, np.int64)
+        self._begun = np.zeros(n)  # when the fragment in the buffer did
+        self._policy_s, self._simulate_s = np.zeros(n), np.zeros(n)  # since then
         self._fragments = [0] * n
         self._finals: list[list[tuple[int, Leaves]]] = [[] for _ in range(n)]
         self._states: list[dict[int, Leaves]] = [{} for _ in range(n)]
@@ -206,6 +209,7 @@ class FragmentCutter:
             )
         self._episode[slots] += batch.first & acted
         stale = self._discard_older_lineage(batch.decision.version.lineage, slots, at)
+        self._spend(batch, slots, at)
         now = slots * (self._length + 1) + at
         self._write_results(batch, slots, at, now)
         self._write_decisions(batch, slots, at, now)
@@ -230,6 +234,17 @@ class FragmentCutter:
                 at[row] = 0
                 self._finals[slot], self._states[slot] = [], {}
         return steps
+
+    def _spend(self, batch: StepBatch, slots: np.ndarray, at: np.ndarray) -> None:
+        # What a fragment waits for after its first decision, up to the one behind its last result.
+        self._policy_s[slots] += batch.inference_s
+        self._simulate_s[slots] += batch.simulate_s
+        if not at.all():
+            self._begin(slots[at == 0], self._clock())
+
+    def _begin(self, slots: np.ndarray, now: float) -> None:
+        self._begun[slots] = now
+        self._policy_s[slots] = self._simulate_s[slots] = 0.0
 
     def _write_results(self, batch: StepBatch, slots: np.ndarray, at: np.ndarray, now: np.ndarray) -> None:
         # Where there was no step before, this writes to a last column, which holds no results.
@@ -273,8 +288,10 @@ class FragmentCutter:
         observations = {leaf: buffer.take(slots) for leaf, buffer in self._observations.items()}
         actions = {leaf: buffer.take(slots) for leaf, buffer in self._actions.items()}
         lineage, now = batch.decision.version.lineage, self._clock()
+        generate_s = np.maximum(now - self._begun[slots], 0.0).tolist()
+        spent = zip(generate_s, self._policy_s[slots].tolist(), self._simulate_s[slots].tolist(), strict=True)
         cut: list[UnsentFragment] = []
-        for i, slot in enumerate(slots.tolist()):
+        for i, (slot, seconds) in enumerate(zip(slots.tolist(), spent, strict=True)):
             states = self._states[slot]
             fragment = SampleFragment(
                 task=self._tasks[slot],
@@ -287,11 +304,13 @@ class FragmentCutter:
                 final_steps=np.array([step for step, _ in self._finals[slot]], np.int32),
                 final_observations=self._final_observations(slot),
                 initial_state=states.pop(0, {}),
+                timings=dict(zip(_SPENT, seconds, strict=True)),
                 metadata=RolloutMetadata(self._worker_id, now, int(scalars["weight_steps"][i, :last].min()), lineage),
             )
             cut.append(UnsentFragment(fragment, states))
             self._fragments[slot] += 1
             self._finals[slot] = []
+        self._begin(slots, now)
         self._carry_states(slots, rows, batch.decision)
         return cut
 

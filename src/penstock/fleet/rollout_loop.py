@@ -120,14 +120,17 @@ class BatchFiller(StepRows):
             yield arrival, {name: array[begin:end] for name, array in actions.items()}
             begin = end
 
-    def reported(self, decision: ActionBatch) -> StepBatch:
+    def reported(self, decision: ActionBatch, inference_s: float = 0.0) -> StepBatch:
         """What progress handlers are told; views that hold until `clear`."""
         count = self.count
+        sizes = [len(arrival.rows) for arrival in self._arrivals]
         return StepBatch(
             rows=self.rows,
             observations={name: array[:count] for name, array in self._observations.items()},
             final_observations={name: array[:count] for name, array in self._finals.items()},
             decision=decision,
+            simulate_s=np.repeat(self.simulate_s(), sizes),
+            inference_s=inference_s,
         )
 
     def clear(self) -> None:
@@ -227,7 +230,7 @@ class RolloutWorker:
         sent = self._clock()
         self._begin_if_due()
         reporting = self._clock()
-        self._handler(batch.reported(decision))
+        self._handler(batch.reported(decision, inference_s))
         ended = self._clock()
         self._monitor.note_batch(batch.count, waited_s, inference_s, sent - decided, ended - reporting)
         self._monitor.note_steps(batch.simulate_s())

@@ -155,12 +155,16 @@ class StepBatch(StepRows):
         observations: By leaf name, [n, …].
         final_observations: By leaf name, [n, …].
         decision: What was decided on `observations`.
+        simulate_s: float64 [n], seconds that the slot's process worked on the last actions; or of all alike.
+        inference_s: Seconds that the decision took.
     """
 
     rows: np.ndarray
     observations: Leaves
     final_observations: Leaves
     decision: ActionBatch
+    simulate_s: np.ndarray | float = 0.0
+    inference_s: float = 0.0
 
 
 _ALIGNMENT = 64  # bytes: XLA uses memory of its caller only where it begins at a multiple of this

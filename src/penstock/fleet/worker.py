@@ -100,7 +100,7 @@ class RolloutWorkerWrapper:
         runner: The policy that decides its actions.
         sink: Receives the finished fragments.
         weights: Newer versions come from here; None: the runner keeps its own.
-        on_event: Called with ``worker_started``, ``worker_failed`` and ``worker_ended``.
+        on_event: Called with ``worker_started``, ``weights_served``, ``worker_failed`` and ``worker_ended``.
         on_batch: Further progress handlers.
         first_weights_timeout_s: Longest wait for the first version.
         clock: Monotonic seconds.
@@ -338,6 +338,10 @@ class RolloutWorkerWrapper:
         began = self._clock()
         self._runner.set_weights(version, arrays)
         self._swap_s = self._clock() - began
+        held = [version.lineage, version.step]
+        self._on_event("weights_served", {
+            "worker": self.worker_id, "incarnation": self.incarnation, "version": held, "time": self._stamp(),
+        })  # fmt: skip
         with self._weights_changed:
             self._loaded, self._loads = version, self._loads + 1
             self._weights_changed.notify_all()

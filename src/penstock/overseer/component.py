@@ -25,7 +25,7 @@ from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership, State
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
-from penstock.types import Caller, CompiledProgram, PenstockError, UnreachableError
+from penstock.types import Caller, CompiledProgram, PenstockError, UnreachableError, WeightVersion
 
 if TYPE_CHECKING:
     from penstock.overseer.control_config import FleetRunConfig
@@ -207,6 +207,13 @@ class RunClock:
             if living != asked or self._steady() >= due:
                 asked = living if self.ask() else None
                 due = self._steady() + ASK_S
+
+
+def note_served(ctx: ComponentContext, version: WeightVersion) -> None:
+    """Logs that an engine samples with these weights from now on, by the clock of its machine."""
+    me = ctx.identity
+    held = [version.lineage, version.step]
+    ctx.event("weights_served", component=me.name, incarnation=me.incarnation, version=held, time=time.time())
 
 
 AnyConfig = TypeVar("AnyConfig", RunConfig, "FleetRunConfig", default=RunConfig)

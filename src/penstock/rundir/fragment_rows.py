@@ -8,7 +8,7 @@ fragments and hold none of their numbers: `penstock.replay` keeps a fragment as 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +16,7 @@ import pyarrow as pa
 from penstock.rundir.parquet import (
     LEAVES,
     METADATA_COLUMNS,
+    PAIRS,
     arrays_from_column,
     conformed,
     leaves_column,
@@ -23,6 +24,8 @@ from penstock.rundir.parquet import (
     list_column,
     metadata_from_columns,
     metadata_values,
+    pairs_column,
+    pairs_from_column,
     schema_version,
     versioned,
 )
@@ -39,7 +42,7 @@ from penstock.types import (
 _ARRAYS: dict[str, type] = {
     field.name: field.metadata["dtype"] for field in fields(SampleFragment) if "dtype" in field.metadata
 }
-_LEAF_COLUMNS = [name for name, hint in get_type_hints(SampleFragment).items() if get_origin(hint) is Mapping]
+_LEAF_COLUMNS = [name for name, hint in get_type_hints(SampleFragment).items() if hint == Mapping[str, np.ndarray]]
 _OBSERVED = ("observations", "final_observations")
 _NAMED = ("task", "env_name", "group_id", "slot")
 
@@ -63,6 +66,7 @@ FRAGMENT_SCHEMA = versioned(
             for name, dtype in _ARRAYS.items()
         ),
         *(pa.field(name, LEAVES, nullable=name in _OBSERVED) for name in _LEAF_COLUMNS),
+        pa.field("timings", PAIRS, nullable=False),
     ]
 )
 
@@ -103,6 +107,7 @@ def table_from_fragments(records: Sequence[RolloutRecord[SampleFragment]], obser
         "trainable_steps": [fragment.trainable_steps for fragment in fragments],
         "episode_reward": [fragment.episode_reward for fragment in fragments],
         "complete": [observations] * len(fragments),
+        "timings": pairs_column([fragment.timings.items() for fragment in fragments]),
     }
     for name in _ARRAYS:
         arrays = [np.asarray(getattr(fragment, name), _ARRAYS[name]) for fragment in fragments]
@@ -190,6 +195,7 @@ def _records(batch: pa.RecordBatch, name: str) -> list[RolloutRecord[SampleFragm
         columns |= {field: leaves_from_column(batch.column(field)) for field in _LEAF_COLUMNS}
         stamps = metadata_from_columns(batch)
         columns |= {field: batch.column(field).to_pylist() for field in _NAMED}
+        columns["timings"] = list(map(dict, pairs_from_column(batch.column("timings"))))
     except (ValueError, TypeError) as error:
         raise InvalidRolloutError(f"{name} holds no fragments: {error}") from error
     keys = batch.column("group_key").to_pylist()

@@ -13,7 +13,7 @@ observations look like; ``np.frombuffer(data, dtype).reshape(shape)`` gives an a
 """
 
 import json
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import cache
@@ -227,7 +227,7 @@ METADATA_COLUMNS: list[pa.Field] = sorted(
 
 _ADDED: dict[str, Any] = {
     field.name: field.default for field in fields(RolloutMetadata) if field.name not in (*_FIRST, "schema_version")
-} | {"sample_starts": ONE_SAMPLE, "rewards_by_function": ()}
+} | {"sample_starts": ONE_SAMPLE, "rewards_by_function": (), "timings": ()}
 
 
 def metadata_values(members: Sequence[Experience], kind: str) -> dict[str, list[Any]]:
@@ -339,6 +339,26 @@ def shared_column(values: Sequence[Any], column: Callable[[list[Any]], pa.Array]
     rows = [known.setdefault(id(value), len(known)) for value in values]
     different = dict(zip(rows, values, strict=True))
     return column([different[row] for row in range(len(known))]).take(pa.array(rows, pa.int32()))
+
+
+PAIRS = pa.map_(pa.string(), pa.float64())
+"""Arrow type of a column of named numbers."""
+
+
+def pairs_column(rows: Sequence[Collection[tuple[str, float | None]]]) -> pa.MapArray:
+    """The named numbers of each row, in their order."""
+    pairs = flattened(rows)
+    keys = pa.array([key for key, _ in pairs], pa.string())
+    values = pa.array([value for _, value in pairs], pa.float64())
+    return pa.MapArray.from_arrays(offsets_of(list(map(len, rows))), keys, values)
+
+
+def pairs_from_column(maps: pa.MapArray) -> list[tuple[tuple[str, float | None], ...]]:
+    """By row, the named numbers; none for null."""
+    if not len(maps.keys):
+        return [()] * len(maps)
+    pairs = list(zip(values_from_column(maps.keys), values_from_column(maps.items), strict=True))
+    return list(map(tuple, slices(pairs, maps.offsets)))
 
 
 def arrays_from_column(column: pa.ChunkedArray | pa.Array, dtype: type) -> list[np.ndarray | None]:

@@ -1,4 +1,6 @@
-"""What forward passes say of an update's tokens: log-probabilities under its weights and the newest, and entropies.
+"""What forward passes say of an update's tokens, and its gradients of its rollouts.
+
+Of tokens these are log-probabilities under the update's weights and the newest, and entropies.
 
 No run stores that, since it follows from checkpoints and batch files, and would take half their bytes again or more.
 `penstock why` computes it and writes a Parquet file into the user's cache, one for each update, named by a digest of
@@ -14,7 +16,15 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.rundir.directory import RunDirectory, cache_folder
-from penstock.rundir.parquet import arrays_from_column, list_column, read_parquet, versioned, write_parquet
+from penstock.rundir.parquet import (
+    PAIRS,
+    arrays_from_column,
+    list_column,
+    pairs_column,
+    read_parquet,
+    versioned,
+    write_parquet,
+)
 from penstock.types import RunDirectoryError
 
 RESCORED_SCHEMA = versioned(
@@ -24,6 +34,7 @@ RESCORED_SCHEMA = versioned(
         pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
         pa.field("entropies", pa.list_(pa.float32()), nullable=False),
         pa.field("newest_logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("numbers", PAIRS, nullable=False),
     ]
 )
 
@@ -38,6 +49,8 @@ class RescoredRollout:
         logprobs: float32 [n], under the weights that the update began with.
         entropies: float32 [n], in nats, of what each token was drawn from under the same.
         newest_logprobs: float32 [n], under the weights of version `newest_step`.
+        numbers: What the rollout did to the update, by the names of ``penstock why --json`` (`moved`, `along`, …);
+            empty in older files.
     """
 
     rollout_id: str
@@ -45,6 +58,7 @@ class RescoredRollout:
     logprobs: np.ndarray
     entropies: np.ndarray
     newest_logprobs: np.ndarray
+    numbers: tuple[tuple[str, float], ...] = ()
 
 
 def rescored_path(directory: RunDirectory, batch_id: str) -> Path:
@@ -65,6 +79,8 @@ def write_rescored(directory: RunDirectory, batch_id: str, rollouts: Sequence[Re
     columns = [
         list_column(of_field[field.name], field.type.value_type)
         if pa.types.is_list(field.type)
+        else pairs_column(of_field[field.name])
+        if field.type == PAIRS
         else pa.array(of_field[field.name], field.type)
         for field in RESCORED_SCHEMA
     ]
@@ -82,8 +98,15 @@ def read_rescored(directory: RunDirectory, batch_id: str) -> dict[str, RescoredR
     if not path.is_file():
         return {}
     table = read_parquet(path)
-    if missing := [name for name in RESCORED_SCHEMA.names if name not in table.column_names]:
+    *needed, numbers = RESCORED_SCHEMA.names
+    if missing := [name for name in needed if name not in table.column_names]:
         raise RunDirectoryError(f"{path} has no column {missing[0]}: delete it, penstock why makes it again")
-    plain = [table.column(name).to_pylist() for name in RESCORED_SCHEMA.names[:2]]
-    arrays = [arrays_from_column(table.column(name), np.float32) for name in RESCORED_SCHEMA.names[2:]]
-    return {row[0]: RescoredRollout(*row) for row in zip(*plain, *arrays, strict=True)}  # pyright: ignore[reportArgumentType]
+    plain = [table.column(name).to_pylist() for name in needed[:2]]
+    arrays = [arrays_from_column(table.column(name), np.float32) for name in needed[2:]]
+    moved = (
+        [tuple(pairs) for pairs in table.column(numbers).to_pylist()]
+        if numbers in table.column_names
+        else [()] * table.num_rows
+    )
+    rows = zip(*plain, *arrays, moved, strict=True)
+    return {row[0]: RescoredRollout(*row) for row in rows}  # pyright: ignore[reportArgumentType]

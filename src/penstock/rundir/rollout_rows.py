@@ -13,7 +13,7 @@ their environment where two have an example of that id.
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from penstock.rundir.parquet import (
     METADATA_COLUMNS,
+    PAIRS,
     arrays_from_column,
     columns_of,
     conformed,
@@ -33,7 +34,8 @@ from penstock.rundir.parquet import (
     metadata_from_columns,
     metadata_values,
     nested_column,
-    offsets_of,
+    pairs_column,
+    pairs_from_column,
     read_parquet,
     schema_version,
     shared_column,
@@ -106,8 +108,8 @@ def _rollout_fields(batch: pa.RecordBatch) -> list[list[Any]]:
         "turns": _turns(batch),
         "decoding": _decodings(batch),
         "sample_starts": _sample_starts(batch),
-        "rewards_by_function": _pairs(batch.column("rewards_by_function")),
-        "timings": list(map(dict, _pairs(batch.column("timings")))),
+        "rewards_by_function": pairs_from_column(batch.column("rewards_by_function")),
+        "timings": list(map(dict, pairs_from_column(batch.column("timings")))),
     }
     by_name = {**plain, **arrays, **made}
     return [by_name[field] for field in Rollout.__match_args__]
@@ -183,7 +185,8 @@ def _turns(batch: pa.RecordBatch) -> list[tuple[Turn, ...]]:
     lists = batch.column("turns")
     structs = lists.values
     fields = [values_from_column(structs.field(field)) for field in ("role", "content", "start", "stop")]
-    return list(map(tuple, slices(list(map(Turn, *fields)), lists.offsets)))
+    timings = pairs_from_column(structs.field("timings"))
+    return list(map(tuple, slices(list(map(Turn, *fields, timings)), lists.offsets)))
 
 
 def _sample_starts(batch: pa.RecordBatch) -> list[tuple[int, ...]]:
@@ -198,11 +201,6 @@ def _decodings(batch: pa.RecordBatch) -> list[Decoding]:
     fields = fields_from_columns(Decoding, batch.column("decoding").field)
     known: dict[tuple[Any, ...], Decoding] = {}
     return [known[row] if row in known else known.setdefault(row, Decoding(*row)) for row in zip(*fields, strict=True)]
-
-
-def _pairs(maps: pa.MapArray) -> list[tuple[tuple[str, float | None], ...]]:
-    pairs = list(zip(values_from_column(maps.keys), values_from_column(maps.items), strict=True))
-    return list(map(tuple, slices(pairs, maps.offsets)))
 
 
 BATCH_METADATA_KEY = b"penstock.batch_metadata"
@@ -283,7 +281,9 @@ def _batch_metadata(table: pa.Table, name: str) -> RolloutMetadata:
         ) from error
 
 
-_TURN = pa.struct([("role", pa.string()), ("content", pa.string()), ("start", pa.int32()), ("stop", pa.int32())])
+_TURN = pa.struct(
+    [("role", pa.string()), ("content", pa.string()), ("start", pa.int32()), ("stop", pa.int32()), ("timings", PAIRS)]
+)
 _DECODING = pa.struct([field.with_nullable(True) for field in columns_of(Decoding)])
 
 ROLLOUT_SCHEMA = versioned(
@@ -309,8 +309,8 @@ ROLLOUT_SCHEMA = versioned(
         pa.field("sample_starts", pa.list_(pa.int32()), nullable=False),
         pa.field("turns", pa.list_(_TURN), nullable=False),
         pa.field("decoding", _DECODING, nullable=False),
-        pa.field("timings", pa.map_(pa.string(), pa.float64()), nullable=False),
-        pa.field("rewards_by_function", pa.map_(pa.string(), pa.float64()), nullable=False),
+        pa.field("timings", PAIRS, nullable=False),
+        pa.field("rewards_by_function", PAIRS, nullable=False),
     ]
 )
 
@@ -360,8 +360,8 @@ def table_from_records(records: Sequence[RolloutRecord]) -> pa.Table:
         "sample_starts": [rollout.sample_starts for rollout in rollouts],
         "turns": _turns_column(rollouts),
         "decoding": shared_column([rollout.decoding for rollout in rollouts], _decoding_column),
-        "timings": _map_column([rollout.timings.items() for rollout in rollouts]),
-        "rewards_by_function": _map_column([rollout.rewards_by_function for rollout in rollouts]),
+        "timings": pairs_column([rollout.timings.items() for rollout in rollouts]),
+        "rewards_by_function": pairs_column([rollout.rewards_by_function for rollout in rollouts]),
         **lists,
     }
     columns = [
@@ -421,17 +421,11 @@ def _turns_column(rollouts: Sequence[AnyRollout]) -> pa.Array:
         [turn.start for turn in turns],
         [turn.stop for turn in turns],
     )
-    columns = [pa.array(value, field.type) for value, field in zip(values, _TURN, strict=True)]
+    columns = [pa.array(value, field.type) for value, field in zip(values, _TURN, strict=False)]
+    columns.append(pairs_column([turn.timings for turn in turns]))
     return nested_column(lists, pa.StructArray.from_arrays(columns, fields=list(_TURN)))
 
 
 def _decoding_column(decodings: Sequence[Decoding]) -> pa.Array:
     columns = [pa.array([getattr(one, field.name) for one in decodings], field.type) for field in _DECODING]
     return pa.StructArray.from_arrays(columns, fields=list(_DECODING))
-
-
-def _map_column(rows: Sequence[Collection[tuple[str, float | None]]]) -> pa.Array:
-    pairs = flattened(rows)
-    keys = pa.array([key for key, _ in pairs], pa.string())
-    values = pa.array([value for _, value in pairs], pa.float64())
-    return pa.MapArray.from_arrays(offsets_of(list(map(len, rows))), keys, values)

@@ -316,7 +316,7 @@ CREATE VIEW rollouts AS
 """
 _TURNS_VIEW = """
 CREATE VIEW turns AS
-    SELECT rollout_id, group_id, position AS index, turn.role, turn.content, turn.start, turn.stop
+    SELECT rollout_id, group_id, position AS index, turn.role, turn.content, turn.start, turn.stop, turn.timings
     FROM (SELECT rollout_id, group_id, unnest(turns) AS turn, generate_subscripts(turns, 1) - 1 AS position
           FROM _rollouts);
 """

@@ -52,6 +52,9 @@ class SampleFragment:
         final_observations: By leaf name, [K, …].
         initial_state: Recurrent state before the first step, by leaf name, without batch axis; empty for policies
             without one.
+        timings: Seconds: `generate_s` from where its first observation was decided on until its last result was,
+            and in them `policy_s` of the inferences that it waited for, and `simulate_s` of its simulator's process
+            (which steps all of its slots). Empty where nobody said.
         metadata: None until the worker attaches it; `weight_step` is the oldest of `weight_steps`.
 
     Raises:
@@ -76,6 +79,7 @@ class SampleFragment:
     final_steps: np.ndarray = field(metadata=_array(np.int32, more=None))
     final_observations: Mapping[str, np.ndarray]
     initial_state: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    timings: Mapping[str, float] = field(default_factory=dict[str, float])
     metadata: RolloutMetadata | None = None
 
     def __post_init__(self) -> None:

@@ -143,12 +143,17 @@ class Turn:
         content: The text that was said.
         start: First token, counted from the start of prompt + response.
         stop: One past the last token.
+        timings: What it took in a conversation of several responses, stage and seconds, one after the other: of a
+            response `rest_s` before it, in which nobody worked on it, and those of `Completion.timings`; `tool_s`
+            stands at the turn after which the environment was at work. Empty where there is one response, whose stages
+            are the rollout's, and where nobody said.
     """
 
     role: Role
     content: str
     start: int
     stop: int
+    timings: tuple[tuple[str, float], ...] = ()
 
 
 ONE_SAMPLE = (0,)

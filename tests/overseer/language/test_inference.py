@@ -289,6 +289,20 @@ def test_weights_that_came_during_a_lease_are_taken_after_it(role, broadcast):
     assert engine.served == [1.0, 2.0]
 
 
+def test_each_version_is_logged_when_the_engine_samples_with_it(role, broadcast):
+    role._engine.may_swap.set()
+    began = time.time()
+    first = broadcast(role, 1.0)
+    role.start()
+    wait_until(lambda: told(role) == first)
+    second = broadcast(role, 2.0)
+    wait_until(lambda: told(role) == second)
+    served = [e for kind, e in zip(role.ctx.kinds, role.ctx.events, strict=True) if kind == "weights_served"]
+    assert [event["version"] for event in served] == [[VERSION.lineage, VERSION.step]] * 2  # of two broadcasters
+    assert {(event["component"], event["incarnation"]) for event in served} == {("inference-0", 0)}
+    assert began <= served[0]["time"] <= served[1]["time"] <= time.time()
+
+
 def test_the_lease_of_an_evaluator_ends_with_its_life(role, broadcast):
     engine, ctx = role._engine, role.ctx
     engine.may_swap.set()

@@ -147,9 +147,11 @@ def test_the_command_shows_the_text_and_writes_nothing_into_the_run(runs: Path, 
     found = json.loads(capsys.readouterr().out)
     assert contents(run_dir) == before and len(found["rollouts"]) == 18
     batch_id = StoredRun(run_dir).updates(step - 1, step, step)[0].stored.batch_id
-    assert read_rescored(StoredRun(run_dir).directory, batch_id).keys() == {
-        one["rollout_id"] for one in found["rollouts"]
-    }
+    kept = read_rescored(StoredRun(run_dir).directory, batch_id)
+    assert kept.keys() == {one["rollout_id"] for one in found["rollouts"]}
+    for one in found["rollouts"]:
+        numbers = dict(kept[one["rollout_id"]].numbers)
+        assert len(numbers) == 7 and numbers == {name: one[name] for name in numbers}
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert cli.main(["why", str(run_dir), "--step", str(step), "--json"]) == 0

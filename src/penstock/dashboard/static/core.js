@@ -210,6 +210,9 @@ export function csv(columns, rows) {
 /** Stages of a rollout until it is scored: key, class of its colour, and words. */
 export const STAGES = [["wait", "life-wait", "waiting"], ["prefill", "life-prefill", "prefill"], ["decode", "life-decode", "decode"], ["tool", "life-tool", "tools"], ["rest", "life-rest", "rest of generating"], ["reward", "life-reward", "reward"]];
 
+/** Of a fragment of simulator steps, or of a rollout. */
+export const stagesOf = (simulators) => simulators ? [["decode", "life-decode", "policy"], ["tool", "life-tool", "simulator"], ["rest", "life-rest", "waiting for others"]] : STAGES;
+
 export function stateKind(state) {
   if (["running", "starting"].includes(state)) return "live";
   if (["trained", "finished", "live", "active"].some((word) => String(state).startsWith(word))) return "good";

@@ -1,6 +1,6 @@
 // All groups in a table that draws only what is seen, a box for SQL, and one group answer by answer.
 import { dots } from "./charts.js";
-import { api, badge, big, bundle, change, copyable, duration, empty, fixed, h, link, moment, num, parse, Refused, signed, STAGES, stateWords, table } from "./core.js";
+import { api, badge, big, bundle, change, copyable, duration, empty, fixed, h, link, moment, num, parse, Refused, signed, STAGES, stagesOf, stateWords, table } from "./core.js";
 import { exportTable } from "./runs.js";
 
 const ROW = 30, PIECE = 100, TALLEST = 15_000_000;
@@ -293,19 +293,25 @@ function answer(member, reference, index, by, scale, marked, run) {
     member.rewards_by_function?.length ? h("dl", { class: "parts", "aria-label": "Reward by function" },
       member.rewards_by_function.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value === null ? "does not apply" : fixed(value))))) : null,
     member.reason ? h("p", { class: "note warn" }, member.reason) : null,
-    turns ? turns.map((turn) => h("div", { class: turn.role === "assistant" ? "turn" : "turn given-turn" }, h("h3", {}, turn.role, h("span", { class: "quiet" }, ` ${num(turn.tokens)} tokens`)),
+    turns ? turns.map((turn) => h("div", { class: turn.role === "assistant" ? "turn" : "turn given-turn" }, h("h3", {}, turn.role, h("span", { class: "quiet" }, ` ${num(turn.tokens)} tokens${took(turn)}`)),
       h("p", { class: "said", tabindex: turn.tokens > 200 ? 0 : null }, turn.pieces ? turn.pieces.map((piece) => token(piece, by, scale, other && other.has(position++))) : turn.text)))
       : empty(member.stored ? "Its tokens cannot be read." : "Not stored: it ended before it was sealed, or its part has expired."),
     member.cut ? h("p", { class: "note warn" }, "Only the first tokens are shown; penstock rollouts --show has all.") : null);
 }
 
 /** Where its seconds went, as far as they are stored. */
-function spent(timings) {
+function spent(timings, stages = STAGES) {
   if (!timings || timings.decode_s === undefined) return null;
   const of = (stage) => timings[`${stage}_s`] ?? 0;
   const rest = timings.generate_s === undefined ? 0 : timings.generate_s - of("wait") - of("prefill") - of("decode") - of("tool");
-  const shown = STAGES.map(([stage, kind, text]) => [kind, text, stage === "rest" ? rest : of(stage)]).filter(([, , seconds]) => seconds >= 0.0005);
+  const shown = stages.map(([stage, kind, text]) => [kind, text, stage === "rest" ? rest : of(stage)]).filter(([, , seconds]) => seconds >= 0.0005);
   return h("dl", { class: "parts", "aria-label": "Seconds by stage" }, shown.map(([kind, text, seconds]) => h("div", {}, h("dt", {}, h("i", { class: `swatch ${kind}` }), text), h("dd", {}, duration(seconds)))));
+}
+
+/** What a turn took, where it is stored, which it is of conversations. */
+function took(turn) {
+  const names = { ...Object.fromEntries(STAGES.map(([stage, , text]) => [`${stage}_s`, text])), rest_s: "rest before it" };
+  return Object.entries(turn.timings).filter(([stage, seconds]) => names[stage] && seconds >= 0.0005).map(([stage, seconds]) => ` · ${names[stage]} ${duration(seconds)}`).join("");
 }
 
 function skipped(member) {
@@ -352,6 +358,7 @@ function fragment(page) {
   const rows = f.rewards.map((reward, index) => ({ index, reward, end: f.terminated[index] ? "terminated" : f.truncated[index] ? "truncated" : "", fault: f.faults[index], logprob: f.logprobs?.[index], value: f.values?.[index], version: f.weight_steps?.[index], episode: f.episodes?.[index] }));
   return h("section", { class: "card" }, h("h2", {}, `A fragment of ${num(f.steps)} steps in ${f.env_name}, slot ${f.slot}`),
     h("p", { class: "note" }, `${badgeText(m)}, from ${m.worker} at ${moment(m.time)}; observations are in the part, for penstock rollouts --sql.`),
+    f.timings ? spent({ generate_s: f.timings.generate_s, decode_s: f.timings.policy_s, tool_s: f.timings.simulate_s }, stagesOf(true)) : null,
     h("div", { class: "tall" }, table([["step", (r) => num(r.index), "n"], ["episode", (r) => num(r.episode), "n"], ["reward", (r) => num(r.reward), "n"], ["log-probability", (r) => fixed(r.logprob), "n"], ["value", (r) => fixed(r.value), "n"], ["weights", (r) => num(r.version), "n"], ["", (r) => [r.end ? badge(r.end) : "", r.fault ? badge("fault") : ""]]], rows, "Steps")));
 }
 

@@ -68,6 +68,7 @@ function headline(page, findings) {
     page.progress ? h("p", { class: "note live-note" }, `${page.progress} …`) : null,
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
     h("dl", { class: "sentences" },
+      page.ledger.started ? sentence("Ledger", [Object.entries(page.ledger).filter(([, count]) => count).map(([name, count]) => `${stateWords(name)} ${num(count)}`).join(", "), " · ", h("a", { href: link("ledger", page.name) }, "where they went")]) : null,
       sentence("Bottleneck", page.bottleneck), sentence("Training", page.words), sentence("No signal", page.no_signal),
       sentence(page.alive ? "Waiting" : "Last waiting", ["dead", "failed"].includes(page.state) || page.alive ? page.waiting_for : ""),
       Object.entries(page.failures).map(([name, found]) => found.failed ? sentence("Failures", `${num(found.failed)} of ${name}; the last: ${found.last_failure}`) : null),
@@ -179,6 +180,9 @@ export async function ledgerPage(main, run) {
   box.append(sankey(flows, unit, ["lesson", "finish", "state"], hrefs, Math.max(560, Math.min(1240, box.clientWidth || 900))));
 }
 
+const MOVED = ["moved", "along", "gradient_norm", "inner_product", "staleness", "drift", "surprise", "reward", "advantage", "tokens"];
+const percent = (share) => `${(100 * share).toFixed(1)}%`;
+
 export async function updatePage(main, run) {
   const { words } = parse();
   const step = Number(words.step || 0);
@@ -189,7 +193,10 @@ export async function updatePage(main, run) {
     h("div", { class: "head" }, h("h1", {}, `Update ${num(step)}`), h("p", { class: "sub" }, "The update that led to this version, as in metrics.jsonl."),
       h("div", { class: "tools" }, h("a", { class: "button", id: "before", href: link("update", run, { step: Math.max(0, step - 1) }) }, "← before"), h("a", { class: "button", id: "after", href: link("update", run, { step: step + 1 }) }, "after →"), jump(run))),
     page.words.length ? h("section", { class: "card" }, h("h2", {}, "What happened at it"), page.words.map((words) => h("p", {}, words))) : null,
-    h("section", { class: "card" }, h("h2", {}, "What would explain it"), h("p", { class: "note" }, "Gradients are not stored. These commands make the update again from the run's files, and say what each rollout did to it, or what another loss would have done. Nothing is written into the run; afterwards its groups' tokens have ratios and entropies."), page.commands.map(copyable)),
+    page.moved.length ? h("section", { class: "card" }, h("header", {}, h("h2", {}, "What moved it"), exportTable(`${run}-moved-${step}`, ["rollout", ...MOVED], page.moved.map((r) => [r.rollout_id, ...MOVED.map((name) => r[name])]))),
+      h("p", { class: "note" }, "As penstock why found: how much of the update would be another without the rollout, its share of the update's length, how much likelier its tokens had become before it (drift, nats per token), and how unlikely they were (surprise)."),
+      h("div", { class: "tall" }, table([["rollout", (r) => h("a", { href: link("group", run, { id: r.group_id }) }, r.rollout_id)], ["moved", (r) => percent(r.moved), "n"], ["share", (r) => percent(r.along), "n"], ["reward", (r) => fixed(r.reward), "n"], ["advantage", (r) => signed(r.advantage), "n"], ["tokens", (r) => num(r.tokens), "n"], ["versions old", (r) => num(r.staleness), "n"], ["drift", (r) => signed(r.drift, 3), "n"], ["surprise", (r) => fixed(r.surprise, 2), "n"]], page.moved, "What moved it"))) : null,
+    h("section", { class: "card" }, h("h2", {}, page.moved.length ? "What else would explain it" : "What would explain it"), h("p", { class: "note" }, "Gradients are not stored. These commands make the update again from the run's files, and say what each rollout did to it, or what another loss would have done. Nothing is written into the run; afterwards this page says what moved the update, and its groups' tokens have ratios and entropies."), page.commands.map(copyable)),
     h("section", { class: "card" }, h("header", {}, h("h2", {}, "Numbers that are unlike the updates around it"), exportTable(`${run}-update-${step}`, ["metric", "value", "mean around", "deviations"], odd.map((r) => [r.name, r.value, r.mean, r.z]))),
       odd.length ? h("div", { class: "tall" }, table([["metric", (r) => h("a", { href: link("run", run, { m: r.name, from: Math.max(0, step - 50), to: step + 50 }) }, r.name)], ["value", (r) => num(r.value), "n"], ["mean of ±20 updates", (r) => num(r.mean), "n"], ["standard deviations off", (r) => r.z === null ? "–" : Number.isFinite(r.z) ? signed(r.z, 1) : "they are all alike", "n"]], odd, "Numbers")) : empty("There are no metrics of this update.")),
     h("section", { class: "card" }, h("h2", {}, "What it trained"), page.groups.length ? h("div", { class: "tall" }, table([

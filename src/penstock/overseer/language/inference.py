@@ -22,7 +22,7 @@ from typing_extensions import override
 from penstock.inference import AccessRules, HttpServer, InferenceEngine, create_app
 from penstock.inference.server_pool import MODEL_NAME
 from penstock.model.language import load_policy
-from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
+from penstock.overseer.component import POLL_S, Settings, ThreadedComponent, note_served
 from penstock.overseer.language.external import ExternalEngine
 from penstock.overseer.language.rollout import engine_config, reachable
 from penstock.overseer.launch.launcher import ComponentContext
@@ -334,6 +334,7 @@ class InferenceRole(ServingRole):
         self._engine.set_weights(version, arrays)
         limit_s = self.config.weights.fetch_timeout_s
         self._engine.wait_until_served(version, limit_s)
+        note_served(self.ctx, version)
         return self._engine.digests(limit_s)
 
     @override
@@ -377,7 +378,9 @@ class ExternalInference(ServingRole):
 
     @override
     def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
-        return version, self._engine.set_weights(version, arrays)
+        digests = self._engine.set_weights(version, arrays)
+        note_served(self.ctx, version)
+        return version, digests
 
     @override
     def _answers(

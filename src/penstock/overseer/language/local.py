@@ -23,7 +23,7 @@ from penstock.overseer.assembly import (
     open_replay,
     restore_parts,
 )
-from penstock.overseer.component import LOOK_S, Settings, ThreadedComponent
+from penstock.overseer.component import LOOK_S, Settings, ThreadedComponent, note_served
 from penstock.overseer.config import RunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.language.evaluator import Evaluator, kept_by
@@ -79,7 +79,7 @@ def local_components(
     """
     config = settings.config
     of_engine = context("inference-0")
-    made = _builtin(settings, start) if config.inference.external is None else _external(settings, start, of_engine)
+    made = (_builtin if config.inference.external is None else _external)(settings, start, of_engine)
 
     def tell(event: CurriculumEvent) -> None:
         log.event(event.kind, lesson=event.lesson_id, reason=event.reason)
@@ -141,7 +141,7 @@ class _Engine(NamedTuple):
     ]
 
 
-def _builtin(settings: Settings[RunConfig], start: RunStart) -> _Engine:
+def _builtin(settings: Settings[RunConfig], start: RunStart, ctx: ComponentContext) -> _Engine:
     """An engine in this process."""
     config, first = settings.config, WeightVersion(settings.lineage, step_of(settings.checkpoint))
     engine = InferenceEngine(start.policy, first, start.codec, engine_config(config), ENGINE_NAME, start.begun)
@@ -150,6 +150,8 @@ def _builtin(settings: Settings[RunConfig], start: RunStart) -> _Engine:
     def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
         engine.set_weights(version, trained_arrays(arrays, still))
         # between two dispatches, and before the first there may be programs to compile
+        engine.wait_until_served(version, config.overseer.no_progress_s)
+        note_served(ctx, version)
         return engine.digests(config.overseer.no_progress_s)
 
     return _Engine(
@@ -166,13 +168,18 @@ def _external(settings: Settings[RunConfig], start: RunStart, ctx: ComponentCont
     pool = make_pool(settings)
     engine.on_change = lambda server: pool.set_servers([] if server is None else [server])
 
+    def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
+        digests = engine.set_weights(version, arrays)
+        note_served(ctx, version)
+        return version, digests
+
     def stop(timeout_s: float) -> None:
         engine.stop(timeout_s)
         pool.close()
 
     return _Engine(
         RemoteContext(pool, start.codec),
-        lambda version, arrays: (version, engine.set_weights(version, arrays)),
+        set_weights,
         stop,
         lambda ctx, settings, *others: LocalExternalInference(ctx, settings, engine, *others),
     )

@@ -7,8 +7,8 @@ that are unlike the others of the update: a rollout may be stale, or its log-pro
 many.
 
 Beside that the update's tokens are scored by two forward passes: under the weights that it began with, entropies
-included, and under the run's newest. `WhyReport.keep_tokens` writes that where the dashboard finds it, in the user's
-cache; into the run nothing is written.
+included, and under the run's newest. `WhyReport.keep_tokens` writes that, and what each rollout did, where the
+dashboard finds it, in the user's cache; into the run nothing is written.
 """
 
 import math
@@ -271,6 +271,7 @@ def explain_update(run_dir: Path | str, step: int, trust: bool = False) -> WhyRe
     newest = max(run.checkpoints)
     under_newest = walk.learner.score(batch.examples, run.start(run.checkpoints[newest]).policy)
     scored = zip(batch.examples, scores, entropies, under_newest, strict=True)
+    by_id = {one.influence.rollout_id: one for one in explained}
     return WhyReport(
         run.directory.path,
         step,
@@ -279,15 +280,21 @@ def explain_update(run_dir: Path | str, step: int, trust: bool = False) -> WhyRe
         sums,
         unusual_of(explained),
         batch.batch_id,
-        tuple(_rescored(example, newest, *numbers) for example, *numbers in scored),
+        tuple(_rescored(example, newest, by_id[example.rollout_ids[0]], *numbers) for example, *numbers in scored),
     )
 
 
-def _rescored(example: RLExample, newest: int, *numbers: Float32[np.ndarray, " pos"]) -> RescoredRollout:
+def _rescored(
+    example: RLExample, newest: int, found: ExplainedRollout, *numbers: Float32[np.ndarray, " pos"]
+) -> RescoredRollout:
     """Without padding, and without numbers of what no loss was on."""
     own = example.segment_ids > 0
-    trained = [np.where(example.loss_mask, each, np.float32(np.nan))[own] for each in numbers]
-    return RescoredRollout(example.rollout_ids[0], newest, *trained)
+    logprobs, entropies, newest_logprobs = (
+        np.where(example.loss_mask, each, np.float32(np.nan))[own] for each in numbers
+    )
+    told = {name: getattr(found.influence, name) for name in ("moved", "along", "gradient_norm", "inner_product")}
+    told |= {"staleness": float(found.staleness), "drift": found.drift, "surprise": found.surprise}
+    return RescoredRollout(example.rollout_ids[0], newest, logprobs, entropies, newest_logprobs, tuple(told.items()))
 
 
 def unusual_of(rollouts: Sequence[ExplainedRollout]) -> tuple[UnusualRollout, ...]:
