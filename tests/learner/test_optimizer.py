@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.learner import OptimizerConfig
-from penstock.learner.optimizer import apply_gradients, initial_state, learning_rate
+from penstock.learner.optimizer import apply_gradients, initial_state
 from penstock.types import ConfigError
 
 RATE = jnp.float32(0.1)
@@ -13,24 +13,24 @@ FINITE = jnp.float32(0.0)
 
 def test_warm_up_rises_linearly_and_the_first_update_already_learns():
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=4)
-    assert [learning_rate(config, step, 100) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=0), 0, 10) == 1.0
+    assert [config.rate_at(step, 100) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert OptimizerConfig(learning_rate=1.0, warmup_steps=0).rate_at(0, 10) == 1.0
 
 
 @pytest.mark.parametrize(("schedule", "middle"), [("linear", 0.55), ("cosine", 0.55), ("constant", 1.0)])
 def test_schedules_fall_to_their_floor_at_the_last_update(schedule, middle):
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=1, schedule=schedule, final_fraction=0.1)
     last = 1.0 if schedule == "constant" else 0.1
-    rates = [learning_rate(config, step, 12) for step in range(12)]
+    rates = [config.rate_at(step, 12) for step in range(12)]
     assert rates[1] == pytest.approx(1.0)
     assert rates[6] == pytest.approx(middle)
     assert rates[11] == pytest.approx(last)
-    assert learning_rate(config, 500, 12) == pytest.approx(last)
+    assert config.rate_at(500, 12) == pytest.approx(last)
     assert rates[1:] == sorted(rates[1:], reverse=True)
 
 
 def test_a_learning_rate_of_zero_stays_zero():
-    assert learning_rate(OptimizerConfig(learning_rate=0.0), 3, 10) == 0.0
+    assert OptimizerConfig(learning_rate=0.0).rate_at(3, 10) == 0.0
 
 
 def _step(config, parameters, gradients, state=None, loss=FINITE, rate=RATE):
@@ -150,13 +150,13 @@ def test_frozen_arrays_that_the_model_does_not_have_are_bad_input():
 
 def test_wsd_stays_at_the_peak_and_falls_over_its_share() -> None:
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=2, schedule="wsd", decay_fraction=0.4, final_fraction=0.2)
-    rates = [learning_rate(config, step, 10) for step in range(11)]
+    rates = [config.rate_at(step, 10) for step in range(11)]
     np.testing.assert_allclose(rates, [0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
 
 
 def test_wsd_falls_over_what_a_long_warm_up_leaves() -> None:
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=3, schedule="wsd", decay_fraction=1.0, final_fraction=0.0)
-    rates = [learning_rate(config, step, 6) for step in range(6)]
+    rates = [config.rate_at(step, 6) for step in range(6)]
     np.testing.assert_allclose(rates, [1 / 3, 2 / 3, 1, 1, 0.5, 0])
 
 

@@ -247,6 +247,25 @@ class OptimizerConfig(FrozenConfig, frozen=True):
                 )
         return self
 
+    def rate_at(self, step: int, total_steps: int) -> float:
+        """The learning rate of update `step` (from 0) of `total_steps`.
+
+        Linear warm-up, (step + 1) / warmup_steps of the peak; then constant, or from the peak down to
+        `final_fraction` of it at the last update, along a line or half a cosine; that floor beyond. ``wsd`` stays at
+        the peak and takes the line over the last `decay_fraction` of the updates (Hu et al. 2024,
+        https://arxiv.org/abs/2404.06395), or over what the warm-up leaves of them.
+        """
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.learning_rate
+        begin = self.warmup_steps
+        if self.schedule == "wsd":
+            begin = max(begin, total_steps - 1 - max(round(self.decay_fraction * total_steps), 1))
+        progress = min(max(step - begin, 0) / max(total_steps - 1 - begin, 1), 1.0)
+        left = (1.0 + math.cos(math.pi * progress)) / 2 if self.schedule == "cosine" else 1.0 - progress
+        return self.learning_rate * (self.final_fraction + (1.0 - self.final_fraction) * left)
+
     def rate_of(self, name: str) -> float:
         """What multiplies the learning rate of an array."""
         return math.prod(multiplier for pattern, multiplier in self.rates.items() if fnmatchcase(name, pattern))

@@ -37,7 +37,7 @@ from penstock.learner.control_step import (
     stack_fragments,
 )
 from penstock.learner.metrics import finite_only, rate_metrics
-from penstock.learner.optimizer import AppliedUpdate, from_named, initial_state, learning_rate, to_named
+from penstock.learner.optimizer import AppliedUpdate, from_named, initial_state, to_named
 from penstock.learner.snapshot import LearnerSnapshot
 from penstock.model.control import (
     ControlPolicy,
@@ -309,7 +309,7 @@ class ControlLearner:
         summary = jax.device_get(summary)
         check_fleet_mismatch(summary, self._config.mismatch_limit, self._step)
         prepared = time.perf_counter()
-        rate = learning_rate(self._config.optimizer, self._step, self._total_steps)
+        rate = self._config.optimizer.rate_at(self._step, self._total_steps)
         outcomes = self._optimisation(compiled.Minibatches(arrays, steps), len(fragments), rate)
         ended = time.perf_counter()
         kl_coefficient = self._reference.coefficient(self._step)

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32
 
 from penstock.learner.config import LearnerConfig
-from penstock.learner.optimizer import applier, from_named, initial_state, learning_rate, to_named
+from penstock.learner.optimizer import applier, from_named, initial_state, to_named
 from penstock.types import CheckpointError, RLExample
 
 _PREFIX = "critic."
@@ -141,7 +141,7 @@ class Critic:
     def step(self, gradients: Any, loss: Any, step: int, total_steps: int) -> None:
         """One optimiser step of the head; nothing where there is none, or where `loss` is not finite."""
         if self.head is not None:
-            rate = np.float32(learning_rate(self._optimizer, step, total_steps))
+            rate = np.float32(self._optimizer.rate_at(step, total_steps))
             self._state, self.head, _ = self._apply(self.head, self._state, gradients, rate, loss)
 
     def lower(self, gradients: Any) -> Any:

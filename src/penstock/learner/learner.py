@@ -43,7 +43,6 @@ from penstock.learner.optimizer import (
     from_named,
     initial_state,
     join_frozen,
-    learning_rate,
     lower_moments,
     split_frozen,
     to_named,
@@ -431,7 +430,7 @@ class Learner:
         return plan_scoring(examples, self._config.row_shapes, every_token=False)
 
     def _rate(self) -> float:
-        return learning_rate(self._config.optimizer, self._step, self._total_steps)
+        return self._config.optimizer.rate_at(self._step, self._total_steps)
 
     def _prepared(
         self, batch: TrainingBatch, version_step: int, scoring_s: dict[str, float], first: UpdatePlan | None = None

@@ -68,26 +68,6 @@ class AppliedUpdate(NamedTuple):
     changed_fraction: Float32[Array, ""]
 
 
-def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The learning rate of update `step` (from 0) of `total_steps`.
-
-    Linear warm-up, (step + 1) / warmup_steps of the peak; then constant, or from the peak down to
-    `final_fraction` of it at the last update, along a line or half a cosine; that floor beyond. ``wsd`` stays at the
-    peak and takes the line over the last `decay_fraction` of the updates (Hu et al. 2024,
-    https://arxiv.org/abs/2404.06395), or over what the warm-up leaves of them.
-    """
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.learning_rate
-    begin = config.warmup_steps
-    if config.schedule == "wsd":
-        begin = max(begin, total_steps - 1 - max(round(config.decay_fraction * total_steps), 1))
-    progress = min(max(step - begin, 0) / max(total_steps - 1 - begin, 1), 1.0)
-    left = (1.0 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1.0 - progress
-    return config.learning_rate * (config.final_fraction + (1.0 - config.final_fraction) * left)
-
-
 def transformation(config: OptimizerConfig) -> optax.GradientTransformation:
     """Clipping, the optimiser's scaling, decoupled weight decay, `rates`; the caller multiplies by −learning rate.
 
@@ -302,7 +282,8 @@ def apply_gradients(
     grad_norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     if config.name == "adamw":
-        stride = _Stride(rate, grad_norm, finite)
+        limit = jnp.float32(jnp.inf if config.max_grad_norm is None else config.max_grad_norm)
+        stride = _Stride(rate, jnp.where(grad_norm < limit, 1.0, limit / grad_norm), finite, jnp.int32(0))
         updated, kept, changed = _moved_one_by_one(config, trained, state, gradients, stride)
         return join_frozen(updated, rest), kept, AppliedUpdate(grad_norm, finite, changed)
     master = trained if state.master is None else state.master
@@ -326,13 +307,15 @@ class _Stride(NamedTuple):
 
     Attributes:
         rate: Learning rate.
-        grad_norm: Of all gradients together, before clipping.
+        scale: Of all gradients, by which they are clipped.
         finite: Whether the step is taken at all.
+        count: Steps with this one.
     """
 
     rate: Array
-    grad_norm: Array
+    scale: Array
     finite: Array
+    count: Array
 
 
 class _Piece(NamedTuple):
@@ -359,18 +342,15 @@ def _moved_one_by_one(
     """What `apply_gradients` returns of AdamW's step, array by array; of a state in the host's memory by pieces."""
     (index,) = [n for n, each in enumerate(state.adam) if isinstance(each, optax.ScaleByAdamState)]
     adam, structure = state.adam[index], jax.tree.structure(trained)
-    count = jnp.asarray(optax.safe_increment(adam.count))
+    stride = stride._replace(count=jnp.asarray(optax.safe_increment(adam.count)))
     masters = [None] * structure.num_leaves if state.master is None else structure.flatten_up_to(state.master)
     arrays = map(structure.flatten_up_to, (trained, gradients, adam.mu, adam.nu))
     pieces = [_Piece(*each) for each in zip(*arrays, masters, strict=True)]
     step = _in_pieces if config.offload else lambda step, piece: step(piece)
-    names = [name for name, _ in _named_leaves(trained)]
-    moved = [
-        step(partial(_move_piece, config, name, count, stride), piece)
-        for name, piece in zip(names, pieces, strict=True)
-    ]
+    named = zip(_named_leaves(trained), pieces, strict=True)
+    moved = [step(partial(_move_piece, config, name, stride), piece) for (name, _), piece in named]
     own, changes, mu, nu, master = (list(each) for each in zip(*moved, strict=True))
-    count = jnp.where(stride.finite, count, adam.count)
+    count = jnp.where(stride.finite, stride.count, adam.count)
     adam = optax.ScaleByAdamState(count, structure.unflatten(mu), structure.unflatten(nu))
     kept = None if state.master is None else structure.unflatten(master)
     size = sum(float(piece.own.size) for piece in pieces if piece.gradient is not None)
@@ -403,8 +383,8 @@ def _piece_count(shape: tuple[int, ...]) -> int:
     return max(n for n in range(1, _MOST_PIECES + 1) if n == 1 or shape[0] % (n * tile) == 0)
 
 
-def _move_piece(config: OptimizerConfig, name: str, count: Array, stride: _Stride, piece: _Piece) -> _Piece:
-    """`transformation` of a part of one array, by the gradient's norm over all.
+def _move_piece(config: OptimizerConfig, name: str, stride: _Stride, piece: _Piece) -> _Piece:
+    """`transformation` of a part of one array.
 
     What is computed of the new moments waits for them on CPUs: else XLA computes them twice there, of old ones that it
     has copied, because each new array is written where an old one lay.
@@ -412,19 +392,17 @@ def _move_piece(config: OptimizerConfig, name: str, count: Array, stride: _Strid
     gradient, mu, nu, kept = piece.gradient, piece.mu, piece.nu, piece.master
     if config.offload:
         mu, nu, kept = jax.device_put((mu, nu, kept), jax.memory.Space.Device)
-    scaled = 0.0 if gradient is None else gradient
-    if config.max_grad_norm is not None:
-        scaled = scaled * jnp.where(
-            stride.grad_norm < config.max_grad_norm, 1.0, config.max_grad_norm / stride.grad_norm
-        )
+    scaled = 0.0 if gradient is None else stride.scale * gradient
     mu = jnp.where(stride.finite, (1 - config.beta1) * scaled + config.beta1 * mu, mu)
     nu = jnp.where(stride.finite, (1 - config.beta2) * scaled**2 + config.beta2 * nu, nu)
-    mu, nu = jax.lax.platform_dependent(mu, nu, cpu=_settled, default=lambda *each: each)
+    settled = jax.lax.optimization_barrier
+    mu, nu = jax.lax.platform_dependent(mu, nu, cpu=lambda *each: settled(each), default=lambda *each: each)
     master = piece.own if kept is None else kept
     if gradient is None:
         moved = master
     else:
-        direction = mu / (1 - config.beta1**count) / (jnp.sqrt(nu / (1 - config.beta2**count)) + config.epsilon)
+        mean, square = mu / (1 - config.beta1**stride.count), nu / (1 - config.beta2**stride.count)
+        direction = mean / (jnp.sqrt(square) + config.epsilon)
         if config.weight_decay and not name.endswith(_SPARED):
             direction = direction + config.weight_decay * master
         moved = jnp.where(stride.finite, master - stride.rate * (config.rate_of(name) * direction), master)
@@ -434,10 +412,6 @@ def _move_piece(config: OptimizerConfig, name: str, count: Array, stride: _Strid
     if config.offload:
         mu, nu, kept = jax.device_put((mu, nu, kept), jax.memory.Space.Host)
     return _Piece(own, changed, mu, nu, kept)
-
-
-def _settled(*arrays: Array) -> tuple[Array, ...]:
-    return jax.lax.optimization_barrier(arrays)
 
 
 def direction_of(config: OptimizerConfig, parameters: PyTree, state: OptimizerState, gradients: PyTree) -> PyTree:
@@ -613,7 +587,7 @@ class WarmStart:
         """Of the next step."""
         assert self._config.warm_start is not None
         self._steps_done += 1
-        return learning_rate(self._optimizer, self._steps_done - 1, self._config.warm_start.steps)
+        return self._optimizer.rate_at(self._steps_done - 1, self._config.warm_start.steps)
 
     def discard(self) -> None:
         """The phase is over."""
