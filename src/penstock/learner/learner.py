@@ -163,7 +163,7 @@ class Learner:
         return _compiling(lowered)
 
     def update_programs(self) -> Programs:
-        """Those of `update`, the longest first."""
+        """Those of `update`, the gradient last: several processors compile the parts of a large program."""
         return _compiling(self.lowered_update())
 
     def lowered_update(self) -> dict[str, "partial[Any]"]:
@@ -175,9 +175,9 @@ class Learner:
         applied = trained, self._state, so_far.gradients, scalar, so_far.sums.loss
         accumulate = partial(self._accumulate.lower, self._decoder, so_far)
         lowered = {
-            **self._of_shapes("gradient", lambda batch: partial(accumulate, batch, critic=critic)),
             "optimiser step": partial(self._apply.lower, *applied),
             "empty gradient": partial(self._zeros.lower, self._decoder, critic=critic),
+            **self._of_shapes("gradient", lambda batch: partial(accumulate, batch, critic=critic)),
         }
         if critic is not None:
             lowered |= self._of_shapes("values", lambda batch: partial(self._value.lower, self._decoder, critic, batch))
