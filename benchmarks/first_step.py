@@ -111,7 +111,8 @@ def child(folder: Path) -> None:
     from benchmarks import steps
 
     train, imported = penstock.train, time.time()
-    options = argparse.Namespace(steps=1, groups=GROUPS, samples=SAMPLES, tokens=TOKENS, micro_batch_rows=16)
+    rows = GROUPS * SAMPLES  # at once, as TRL has them
+    options = argparse.Namespace(steps=1, groups=GROUPS, samples=SAMPLES, tokens=TOKENS, micro_batch_rows=rows)
     config = steps.configuration(options, 0)
     curriculum = config.curriculum.model_copy(update={"eval_before": False})
     learner = config.learner.model_copy(update={"remat": "products"})  # TRL recomputes nothing either
