@@ -28,25 +28,25 @@ export async function runPage(main, run) {
   const scores = page.metrics.filter((name) => /^(train\/reward_mean|fleet\/.*\/reward_mean)$/.test(name));
   const held = page.metrics.filter((name) => /^(eval|eval_report)\/.*\/(reward_mean|return_mean)$/.test(name));
   const names = [...new Set([...scores, ...held, ...charts.flatMap(([, each]) => each), ...chosen])];
-  const [{ curves }, reward, { findings }] = await Promise.all([
-    api(path(run, "curves"), { names: names.join(","), points: 500, from: words.from, to: words.to }),
-    api(path(run, "reward")),
-    api(path(run, "findings")),
-  ]);
+  const rest = Promise.all([api(path(run, "reward")), api(path(run, "findings"))]);
+  rest.catch(() => {});  // told where it is waited for
+  const { curves } = await api(path(run, "curves"), { names: names.join(","), points: 500, from: words.from, to: words.to });
   const marks = shownMarks(page.marks);
   const line = (name, options = {}) => ({ name: options.as || short(name), x: curves[name]?.step || [], y: curves[name]?.mean || [], low: curves[name]?.low, high: curves[name]?.high, block: curves[name]?.block, hue: options.hue });
   const zoomed = words.from || words.to
     ? h("button", { class: "button", type: "button", onclick: () => change({ from: null, to: null }) }, `Updates ${words.from || 0} to ${words.to || "the last"}: show all`) : null;
-  main.replaceChildren(
+  const draw = (reward, findings) => main.replaceChildren(
     headline(page, findings),
     h("div", { class: "head small" }, h("h2", {}, "Curves"), h("div", { class: "tools" }, zoomed, jump(run))),
     h("div", { class: "grid" },
-      rewardChart(page, reward, curves, scores, words, marks),
-      heldOutChart(page, reward, curves, held, words, marks),
+      reward ? [rewardChart(page, reward, curves, scores, words, marks), heldOutChart(page, reward, curves, held, words, marks)] : null,
       charts.map(([title, each, options]) => chart(title, each.map((name) => line(name)), { ...options, marks: marks.filter(([, , kind]) => kind === "bad") })),
       chosen.map((name) => chart(name, [line(name, { as: name })], { marks }))),
     metricPicker(page.metrics, chosen),
     eventList(page));
+  if (!page.alive) draw(null, null);  // what is there soonest: intervals go through all rollouts
+  const [reward, { findings }] = await rest;
+  draw(reward, findings);
 }
 
 function short(name) {
@@ -72,8 +72,8 @@ function headline(page, findings) {
       sentence("Bottleneck", page.bottleneck), sentence("Training", page.words), sentence("No signal", page.no_signal),
       sentence(page.alive ? "Waiting" : "Last waiting", ["dead", "failed"].includes(page.state) || page.alive ? page.waiting_for : ""),
       Object.entries(page.failures).map(([name, found]) => found.failed ? sentence("Failures", `${num(found.failed)} of ${name}; the last: ${found.last_failure}`) : null),
-      findings.map(({ name, words, links }) => sentence(name, [words, links.map(([text, to, asked]) => [" · ", h("a", { href: link(to, page.name, asked) }, text)])])),
-      findings.length || page.troubles || page.problem || page.progress || page.alive ? null : sentence("Stands out", "nothing unusual found: no slow update, no jump of reward, nothing thrown away, no sick simulator"),
+      findings?.map(({ name, words, links }) => sentence(name, [words, links.map(([text, to, asked]) => [" · ", h("a", { href: link(to, page.name, asked) }, text)])])),
+      !findings || findings.length || page.troubles || page.problem || page.progress || page.alive ? null : sentence("Stands out", "nothing unusual found: no slow update, no jump of reward, nothing thrown away, no sick simulator"),
       Object.keys(page.index.damaged).length ? sentence("Cannot be read", Object.values(page.index.damaged).join("; ")) : null),
     h("p", { class: "commands" }, copyable(page.commands.status), copyable(page.commands.rollouts)));
 }
