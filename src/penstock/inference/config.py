@@ -30,7 +30,7 @@ class EngineConfig(BaseModel):
         all_rows_at_first: Whether version 0 decodes all rows, whatever is live, as a run's does: so that what happens
             before its first update needs one program of decoding.
         always_truncates: Whether every program of decoding can leave tokens out (top-k and the like). A run's cannot,
-            but for more that are compiled when a request asks first: few do, and these take half as long again to compile.
+            but for more that are compiled when a request asks first: few do, and these compile half as long again.
         max_slots: Responses that are generated at the same time.
         max_seq_len: Most tokens of a prompt and its response together.
         steps_per_dispatch: Most decode steps of one dispatch; arrivals, departures and new weights wait for at most

@@ -59,7 +59,7 @@ def sample(
         min_p: Only tokens at least this many times as probable as the most probable one may be drawn; 0 keeps all.
             Nguyen et al. 2024, https://arxiv.org/abs/2407.01082.
         alternatives: How many of the most probable tokens are told, too.
-        truncated: Whether rows may ask for truncation at all; a program that cannot is compiled in two thirds of the time.
+        truncated: Whether rows may ask for truncation at all; one that cannot compiles in two thirds of the time.
 
     Returns:
         Token ids, log-probabilities, and where any are asked for the alternatives: int32 and float32
