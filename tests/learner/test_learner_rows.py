@@ -67,9 +67,9 @@ def test_scores_come_back_to_their_sequences_from_rows_of_several_lengths(decode
 
 def test_each_length_has_its_programs_told_by_name(decoder, config):
     names = list(Learner(decoder, config.model_copy(update=SEVERAL | {"epochs": 2}), 10).update_programs())
-    assert names[:2] == ["gradient, rows of 24", "gradient, rows of 12"]
+    assert names[2:4] == ["gradient, rows of 24", "gradient, rows of 12"]
     assert names[-2:] == ["proximal log-probabilities, rows of 24", "proximal log-probabilities, rows of 12"]
-    assert list(Learner(decoder, config, 10).update_programs())[0] == "gradient"
+    assert list(Learner(decoder, config, 10).update_programs())[2] == "gradient"
     assert scored_lengths(300, 1200) == (64, 300, 1200)
 
 
