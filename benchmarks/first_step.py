@@ -96,19 +96,13 @@ def first_step_s(began: float, metrics: Sequence[Mapping[str, Any]]) -> float:
     return next(row["time"] for row in metrics if "train/loss" in row) - began
 
 
-class WithoutPandas:
-    """Finds no pandas: the tests need it, who installs Penstock does not get it, and pyarrow imports it where it is."""
-
-    def find_spec(self, name: str, *_: object) -> None:
-        if name == "pandas":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
 def child(folder: Path) -> None:
     """The process that is measured: one run of one update."""
-    sys.meta_path.insert(0, WithoutPandas())
     import penstock
     from benchmarks import steps
+    from penstock.rundir.parquet import WithoutPandas
+
+    sys.meta_path.insert(0, WithoutPandas())  # only the tests install it
 
     train, imported = penstock.train, time.time()
     rows = GROUPS * SAMPLES  # at once, as TRL has them

@@ -101,22 +101,13 @@ def dashboard(
     from functools import partial
 
     from penstock.dashboard import DashboardSettings, serve_dashboard
+    from penstock.rundir.parquet import WithoutPandas
 
     settings = DashboardSettings(host, port, read_token(token_file), tls_cert, tls_key, trust)
     os.nice(10)  # a run that computes on this machine comes first
-    sys.meta_path.insert(0, _WithoutPandas())
+    sys.meta_path.insert(0, WithoutPandas())
     serve_dashboard(path, settings, announce=partial(print, flush=True))
     return 0
-
-
-class _WithoutPandas:
-    """Of the imports of this process: Arrow would import it wherever it is installed, to ask it nothing, for 28 MB."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        """As where it is not installed."""
-        if name == "pandas":
-            raise ModuleNotFoundError("penstock dashboard has no use for pandas", name=name)
 
 
 @commands.command(

@@ -162,7 +162,7 @@ def light_compilation(platform: str, dtype: str, newer_fusions: bool = False) ->
 
     What they leave out, LLVM's later passes and fusions of XLA's newer kind, wins nothing there (one update of 6 and of
     135 million parameters takes 0.96 to 1.04 times as long, a decode step 1.00), but a fifth of a bfloat16 update.
-    In as many parts as there are processors, instead of XLA's 32, it takes a fifteenth less of them to compile.
+    In as many parts as there are processors, instead of XLA's 32, it takes a little less of them to compile.
 
     Args:
         platform: As JAX names it.
