@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 """Rows of fragments: any leaves come back exactly, other readers see plain columns, and what is broken is named."""
 
 from dataclasses import fields, replace
@@ -231,3 +234,13 @@ def test_rows_of_a_batch_name_its_fragments(tmp_path):
     assert (table.column("step").to_pylist(), table.column("lineage").to_pylist()) == ([7, 7], [2, 2])
     with pytest.raises(RunDirectoryError, match="part-9 has no column batch_id: it is no batch of fragments"):
         uses_from_table(table_from_fragments([]), "part-9")
+
+
+def test_a_process_without_pandas_does_not_import_it_with_arrow():
+    code = (
+        "import sys; from penstock.rundir.parquet import WithoutPandas, pairs_column;"
+        "sys.meta_path.insert(0, WithoutPandas());"
+        "print(pairs_column([[('a', 1.0)], []]).to_pylist(), 'pandas' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "[[('a', 1.0)], []] False\n"
