@@ -1,8 +1,7 @@
-import subprocess
-import sys
-
 """Rows of fragments: any leaves come back exactly, other readers see plain columns, and what is broken is named."""
 
+import subprocess
+import sys
 from dataclasses import fields, replace
 
 import duckdb
