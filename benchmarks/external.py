@@ -1,20 +1,22 @@
 """A real checkpoint trained through vLLM, its server killed in the middle; then the same by Penstock's own engine.
 
-    python -m benchmarks.external --vllm PATH [--updates 40] [--weights lora directory] [--folder DIR]
+    python -m benchmarks.external --vllm PATH [--updates 40] [--seeds 3] [--weights lora directory] [--folder DIR]
     python -m benchmarks.external --vllm PATH --model DIR --problems FILE --rank 0 --weights directory …
 
 By default SmolLM2-135M-Instruct (`make checkpoints/SmolLM2-135M-Instruct/config.json`) with an adapter, on the shipped
-word problems, float32, two groups of two short answers an update, staleness budget 1, same seeds. `--vllm` names the
-executable of an environment of its own, `--weights` how versions get there: as adapters by name, or as directories.
-When half of the updates are made, vLLM's process is killed with SIGKILL while it answers requests. Runs that have ended
-in `--folder` are not made again, so a campaign that was cut off goes on where it was; what was begun there begins anew.
+word problems, float32, two groups of two short answers an update, staleness budget 1, with each of some seeds. `--vllm`
+names the executable of an environment of its own, `--weights` how versions get there: as adapters by name, or as
+directories. In the first run through vLLM its process is killed with SIGKILL while it answers requests, when half of
+the updates are made. Runs that have ended in `--folder` are not made again, so a campaign that was cut off goes on
+where it was; what was begun there begins anew.
 
 Said of each run: updates, how often its server was started and named as failed, the largest parity KL and how many
 versions had no evidence of it, rollouts whose digests were not verified, the share of tensors that were compared byte
 for byte, whether the ledger closes and the files keep the rules of `benchmarks.chaos.invariants` (no rollout trained on
-weights of no version), mean reward and its standard error over updates, and processor seconds with all processes that
-the run started. Exits with 1 where a mark is missed; rewards are within noise where their difference is at most two of
-its standard errors.
+weights of no version), mean reward, and processor seconds with all processes that the run started. Exits with 1 where a
+mark is missed. Updates of one run follow from one another, so that how far they scatter says nothing of what a second
+run does: rewards are within noise where the mean rewards of the engines' runs differ by no more than those of equal
+runs would nineteen times in twenty (Student's t of their scatter between seeds).
 """
 
 import argparse
@@ -39,12 +41,11 @@ from benchmarks.chaos.invariants import books, violations
 from benchmarks.marks import Marks
 from penstock.replay import RolloutStore
 from penstock.rundir import RunDirectory, read_events, read_metrics, read_status
+from penstock.types.intervals import t_quantile
 
 CHECKPOINT = Path("checkpoints/SmolLM2-135M-Instruct")
 PARITY_KL = {"float32": 1e-6, "bfloat16": 1e-2}
 """Most of an update, by dtype."""
-NOISE = 2.0
-"""Standard errors by which rewards may differ."""
 LIMIT_S = 3600.0
 """Longest wait for one run."""
 POLL_S = 0.2
@@ -105,10 +106,9 @@ class Measured(NamedTuple):
         return [float(line[name]) for line in self.updates if name in line]
 
     @property
-    def reward(self) -> tuple[float, float]:
-        """Mean over updates, and its standard error."""
-        found = self.numbers("train/reward_mean")
-        return statistics.fmean(found), statistics.stdev(found) / math.sqrt(len(found))
+    def reward(self) -> float:
+        """Mean over updates."""
+        return statistics.fmean(self.numbers("train/reward_mean"))
 
 
 def descendants(pid: int) -> Iterator[int]:
@@ -213,7 +213,6 @@ def _cpu_s() -> float:
 
 def show(name: str, found: Measured) -> None:
     """One run, in a few lines."""
-    reward, error = found.reward
     parity, ledger = found.numbers("train/parity_kl") or [math.nan], found.status.get("ledger", {})
     started, running = len(found.named("external_engine")), found.killed_running
     print(f"\n{name}: {len(found.updates)} updates, {found.cpu_s:.0f} processor seconds")
@@ -227,7 +226,11 @@ def show(name: str, found: Measured) -> None:
     if shares := found.numbers("inference/proven_bytewise"):
         print(f"  tensors compared byte for byte: {min(shares):.3f}")
     print(f"  ledger {dict(ledger)}; rules broken: {found.faults or 'none'}")
-    print(f"  reward {reward:.4f} ± {error:.4f}; seconds per update {_seconds(found):.2f}")
+    print(f"  reward {found.reward:.4f}; seconds per update {_seconds(found):.2f}")
+
+
+def _list(numbers: Sequence[float]) -> str:
+    return " ".join(f"{number:.4f}" for number in numbers)
 
 
 def _seconds(found: Measured) -> float:
@@ -235,12 +238,26 @@ def _seconds(found: Measured) -> float:
     return statistics.median([later - earlier for earlier, later in zip(times, times[1:], strict=False)] or [math.nan])
 
 
-def judge(marks: Marks, name: str, found: Measured, given: argparse.Namespace) -> None:
-    """The marks of a run through vLLM."""
+def apart(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float]:
+    """How far means of runs are apart, and how far those of equal runs would be at most nineteen times in twenty.
+
+    Args:
+        theirs: Of one engine's runs, which scatter as the other's do; two or more.
+        ours: Of the other's.
+    """
+    freedom = len(theirs) + len(ours) - 2
+    squares = sum((len(each) - 1) * statistics.variance(each) for each in (theirs, ours))
+    error = math.sqrt(squares / freedom * (1 / len(theirs) + 1 / len(ours)))
+    return abs(statistics.fmean(theirs) - statistics.fmean(ours)), t_quantile(freedom) * error
+
+
+def judge(marks: Marks, name: str, found: Measured, given: argparse.Namespace, killed: bool = True) -> None:
+    """The marks of a run through vLLM, of which the server was killed in the middle or not."""
     kl = PARITY_KL[given.dtype]
     marks.at_least(f"{name}: updates", len(found.updates), given.updates)
-    marks.at_least(f"{name}: requests running when it was killed", found.killed_running or 0.0, 1)
-    marks.at_least(f"{name}: failures named", len(found.named("external_engine_failed")), 1)
+    if killed:
+        marks.at_least(f"{name}: requests running when it was killed", found.killed_running or 0.0, 1)
+        marks.at_least(f"{name}: failures named", len(found.named("external_engine_failed")), 1)
     marks.at_most(f"{name}: parity KL", max(found.numbers("train/parity_kl"), default=math.inf), kl)
     marks.at_most(f"{name}: rollouts not verified", max(found.numbers("replay/unverified"), default=math.inf), 0)
     marks.at_most(f"{name}: rules that its files break", len(found.faults), 0)
@@ -259,7 +276,8 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--memory-fraction", help="of the card, for JAX")
     for name, default, meaning in (
-        ("updates", 40, "that are made"), ("groups", 2, "of an update"), ("samples", 2, "of a group"),
+        ("updates", 40, "that are made"), ("seeds", 3, "of runs of each engine; 2 or more"),
+        ("groups", 2, "of an update"), ("samples", 2, "of a group"),
         ("prompt-tokens", 80, "room for a prompt"), ("tokens", 16, "most of an answer"),
         ("rows", 4, "of a micro-batch"),
     ):  # fmt: skip
@@ -270,6 +288,8 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{given.model} holds no model; make {CHECKPOINT}/config.json makes the default one")
     if given.rank == 0 and "lora" in given.weights:
         parser.error("--rank 0 trains the whole model, which goes by --weights directory")
+    if given.seeds < 2:
+        parser.error(f"--seeds is {given.seeds}: how far equal runs are apart takes 2 or more")
     return given
 
 
@@ -281,19 +301,25 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as passing:
         folder = given.folder or Path(passing)
         folder.mkdir(parents=True, exist_ok=True)
-        found: dict[str, Measured] = {}
-        for weights in given.weights:
-            name = f"vLLM, {weights}"
-            words_of = [*common, *through_vllm(given, weights)]
-            found[name] = run(words_of, folder / weights, max(1, given.updates // 2), given.vllm)
-            show(name, found[name])
-            judge(marks, name, found[name], given)
-        builtin = run(common, folder / "builtin", 0, given.vllm)
-        show("Penstock", builtin)
-        for name, each in found.items():
-            (theirs, their_error), (ours, our_error) = each.reward, builtin.reward
-            apart = abs(theirs - ours) / math.hypot(their_error, our_error)
-            marks.at_most(f"{name}: standard errors between rewards", apart, NOISE)
+        rewards: dict[str, list[float]] = {}
+        for seed in range(given.seeds):
+            asked = [*common, f"seed={seed}"]
+            for weights in given.weights:
+                name, kill_after = f"vLLM, {weights}", 0 if seed else max(1, given.updates // 2)
+                words_of = [*asked, *through_vllm(given, weights)]
+                found = run(words_of, folder / f"{weights}-{seed}", kill_after, given.vllm)
+                show(f"{name}, seed {seed}", found)
+                judge(marks, f"{name}, seed {seed}", found, given, bool(kill_after))
+                rewards.setdefault(name, []).append(found.reward)
+            builtin = run(asked, folder / f"builtin-{seed}", 0, given.vllm)
+            show(f"Penstock, seed {seed}", builtin)
+            rewards.setdefault("Penstock", []).append(builtin.reward)
+        ours = rewards.pop("Penstock")
+        for name, theirs in rewards.items():
+            between, noise = apart(theirs, ours)
+            print(f"\n{name}: rewards {_list(theirs)}, Penstock's {_list(ours)}")
+            print(f"  {between:.4f} apart; of equal runs at most {noise:.4f} nineteen times in twenty")
+            marks.at_most(f"{name}: rewards apart, of what chance allows", between / noise, 1.0)
     print("\n" + "\n".join(marks.lines), flush=True)
     return 1 if marks.missed else 0
 

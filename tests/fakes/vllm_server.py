@@ -83,6 +83,8 @@ class FakeVllm:
     """One server.
 
     Attributes:
+        kind: What a run calls such engines.
+        path: Of its route for tokens.
         scale_out: Started with ``--enable-scale-out``.
         dev_mode: Started with ``VLLM_SERVER_DEV_MODE=1``.
         runtime_lora: Started with ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` and ``--enable-lora``.
@@ -105,6 +107,8 @@ class FakeVllm:
         sleepless: It says that it sleeps or wakes, and goes on as before.
         counts: Of requests by path.
     """
+
+    kind, path = "vllm", "/inference/v1/generate"
 
     def __init__(self, directory: Path, codec: Any, config: EngineConfig, model: str = "policy", **faults: Any) -> None:
         self.as_started()
@@ -248,13 +252,7 @@ class FakeVllm:
             return future.result(WAIT_S)[0]
 
     def _answer(self, body: dict[str, Any], completion: Any) -> dict[str, Any]:
-        sampling, spans = body["sampling_params"], list[dict[str, Any]]()
-        for position, step in enumerate(completion.weight_steps.tolist()):
-            label = self._labels[step]
-            if spans and spans[-1]["version"] == label:
-                spans[-1]["end"] = position + 1
-            else:
-                spans.append({"version": label, "start": position, "end": position + 1})
+        sampling, spans = body["sampling_params"], self._spans(completion)
         logprobs = completion.response_logprobs.tolist()
         if sampling.get("top_p", 1.0) < 1e-3 and not self.raw:
             logprobs = [0.0 for _ in logprobs]  # after truncation
@@ -271,6 +269,16 @@ class FakeVllm:
             "weight_versions": spans,
         }  # fmt: skip
         return {"request_id": "generate-tokens-1", "model": body["model"], "choices": [choice], "output_mode": "tokens"}
+
+    def _spans(self, completion: Any) -> list[dict[str, Any]]:
+        spans = list[dict[str, Any]]()
+        for position, step in enumerate(completion.weight_steps.tolist()):
+            label = self._labels[step]
+            if spans and spans[-1]["version"] == label:
+                spans[-1]["end"] = position + 1
+            else:
+                spans.append({"version": label, "start": position, "end": position + 1})
+        return spans
 
     # --- what drives it ------------------------------------------------------------------------------------------
 

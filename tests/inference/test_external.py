@@ -14,8 +14,8 @@ from penstock.inference import RemoteContext, Server
 from penstock.inference.codec import InterruptedAnswer, MalformedAnswer
 from penstock.inference.config import ExternalConfig, InferenceConfig
 from penstock.inference.external import (
-    GENERATE,
     OpenAiDialect,
+    SglangDialect,
     VllmDialect,
     adapter_name,
     dialect_of,
@@ -26,6 +26,9 @@ from penstock.model.language import save_decoder
 from penstock.types import ConfigError, Decoding, EnvironmentFailure, GenerationCall, WeightVersion, fold
 
 make_pool = pytest.fixture(pools, name="make_pool")
+
+SGLANG = json.loads((Path(__file__).parents[1] / "fakes" / "sglang_answers.json").read_text())
+"""As SGLang 0.5.23 writes them by its source, which was read: none was recorded."""
 
 ANSWERS = json.loads((Path(__file__).parent.parent / "fakes" / "vllm_answers.json").read_text())
 """Recorded of vLLM 0.32.0, its CPU build: a model of 382 tokens that Penstock wrote."""
@@ -92,7 +95,7 @@ def test_a_call_becomes_a_request_per_response_with_a_seed_of_its_own():
         "temperature": 0.8, "top_p": 0.9, "max_tokens": 4, "stop": ["a"], "stop_token_ids": [2], "ignore_eos": True,
         "logprobs": 0, "detokenize": True,
     }  # fmt: skip
-    assert {(request.path, request.tokens) for request in requests} == {(GENERATE, 7)}
+    assert {(request.path, request.tokens) for request in requests} == {(VllmDialect.path, 7)}
 
 
 def test_a_response_has_no_more_tokens_than_fit():
@@ -214,6 +217,63 @@ def test_a_prompt_that_cannot_be_answered_fails_alone(prompt):
         asked(call(prompts=(np.array(prompt, np.int32),)))
 
 
+def test_sglang_is_asked_in_its_own_words():
+    """Its ``ignore_eos`` would ignore the stop tokens, too."""
+    requests = asked(call(n=2, top_p=0.9, stop_strings=("a",)), SglangDialect(external(), 128))
+    bodies = [json.loads(request.body) for request in requests]
+    assert [body["sampling_params"].pop("sampling_seed") for body in bodies] == [fold(9, 0), fold(9, 1)]
+    assert bodies[0] == bodies[1] == {
+        "input_ids": [[5, 6, 7]], "return_logprob": True, "sampling_params": {
+            "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 4, "stop": ["a"], "stop_token_ids": [2], "n": 1,
+            "no_stop_trim": True,
+        },
+    }  # fmt: skip
+    assert {(request.path, request.tokens) for request in requests} == {("/generate", 7)}
+    (kept,) = asked(call(), SglangDialect(external(kv="keep"), 128))
+    assert json.loads(kept.body)["cache_salt"] == "0-17"
+
+
+def sglang_said(name="generate", tokens=None, **meta):
+    answer = json.loads(json.dumps(SGLANG[name]))
+    answer[0]["meta_info"] |= meta
+    answer[0] |= {} if tokens is None else {"output_ids": tokens}
+    return json.dumps(answer).encode()
+
+
+def test_what_sglang_said_is_read_token_for_token():
+    (request,) = asked(call(), SglangDialect(external(), 128), least=WeightVersion(0, 16))
+    ((completion,),) = request.read(sglang_said())
+    assert completion.response_tokens.tolist() == [187, 217, 11, 2] and completion.finish_reason == "stop"
+    expected = [entry[0] for entry in SGLANG["generate"][0]["meta_info"]["output_token_logprobs"]]
+    assert completion.response_logprobs.tolist() == np.array(expected, np.float32).tolist()
+    assert completion.weight_steps.tolist() == [16, 17, 17, 17] and completion.oldest_weight_step == 16
+    ended = {"type": "length", "length": 4}
+    ((longer,),) = request.read(sglang_said(finish_reason=ended))
+    assert longer.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (sglang_said(finish_reason={"type": "stop", "matched": 11}), "ended at token 11, an end of the model's own"),
+        (sglang_said(tokens=[187, 217, 11]), "other tokens"),
+        (sglang_said(weight_versions=None), "versions of 0 tokens"),
+        (sglang_said(weight_versions=[{"version": "default", "start": 0, "end": 4}]), "called 'default'"),
+        (b"[]", "does not hold one response"), (b'{"error": {}}', "does not hold one response"), (b"[3]", "TypeError"),
+    ],
+)  # fmt: skip
+def test_what_sglang_said_of_another_form_is_refused(said, why):
+    (request,) = asked(call(), SglangDialect(external(), 128))
+    with pytest.raises(MalformedAnswer, match=why):
+        request.read(said)
+
+
+def test_what_sglang_aborted_is_asked_again():
+    (request,) = asked(call(), SglangDialect(external(), 128))
+    with pytest.raises(InterruptedAnswer):
+        request.read(sglang_said("aborted"))
+
+
 def test_labels_are_versions():
     version = WeightVersion(3, 41)
     assert version_of_label(label_of(version)) == version and adapter_name(version) == "policy-3-41"
@@ -224,6 +284,7 @@ def test_the_dialect_is_that_of_the_engine():
     assert type(dialect_of(InferenceConfig())).__name__ == "PenstockDialect"
     vllm = InferenceConfig(engine="vllm", external=external())
     openai = InferenceConfig(engine="openai", external=external(weights="none"))
+    assert isinstance(dialect_of(InferenceConfig(engine="sglang", external=external())), SglangDialect)
     assert isinstance(dialect_of(vllm), VllmDialect) and isinstance(dialect_of(openai), OpenAiDialect)
 
 

@@ -208,8 +208,9 @@ class InferenceConfig(EngineConfig):
     """A run's engines, and the servers over them where they run in processes of their own.
 
     Attributes:
-        engine: `builtin`: Penstock's own; `vllm`: servers of vLLM, driven by this run; `openai`: a server of whatever
-            make with OpenAI's API and weights that stay, for evaluations and `penstock generate`.
+        engine: `builtin`: Penstock's own; `vllm`: servers of vLLM, driven by this run; `sglang`: servers of SGLang that
+            were started, likewise, which load each version from a directory; `openai`: a server of whatever make with
+            OpenAI's API and weights that stay, for evaluations and `penstock generate`.
         external: The servers, where they are not Penstock's.
         servers: How many, each with an engine of its own (``runtime: ray``; one process has one engine).
         host: Address that the servers listen on; ``0.0.0.0`` for runs on several machines. Whoever asks must show the
@@ -225,7 +226,7 @@ class InferenceConfig(EngineConfig):
     all_rows_at_first: ClassVar[bool] = True
     always_truncates: ClassVar[bool] = False
 
-    engine: Literal["builtin", "vllm", "openai"] = "builtin"
+    engine: Literal["builtin", "vllm", "sglang", "openai"] = "builtin"
     external: ExternalConfig | None = None
     servers: int = Field(default=1, ge=1)
     host: str = "127.0.0.1"
@@ -255,13 +256,25 @@ class InferenceConfig(EngineConfig):
             raise ValueError(
                 f"external.weights is {external.weights}: an OpenAI API has no way to change weights; set it to none"
             )
-        if self.engine == "openai" and external.launch:
+        if self.engine != "vllm" and external.launch:
             raise ValueError("external.launch is given: only vLLM is launched; start the server, and give its urls")
+        if self.engine == "sglang":
+            self._check_sglang(external)
         if external.urls and len(external.urls) != self.servers:
             raise ValueError(
                 f"external.urls names {len(external.urls)} servers, and servers is {self.servers}: give the same number"
             )
         return self
+
+    def _check_sglang(self, external: ExternalConfig) -> None:
+        if external.weights == "lora":
+            raise ValueError(
+                "external.weights is lora: adapters by name are vLLM's; set it to directory, and the merged model goes"
+            )
+        if external.pause == "wait":
+            raise ValueError("external.pause is wait: SGLang knows keep and abort; set one of them")
+        if external.colocate:
+            raise ValueError("external.colocate is set: only vLLM is sent to sleep; give SGLang a card of its own")
 
 
 def _buckets(given: tuple[int, ...] | None, smallest: int, factor: int, longest: int, most: int) -> tuple[int, ...]:

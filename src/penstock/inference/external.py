@@ -1,22 +1,24 @@
-"""How inference servers of other makes are asked, and their answers read: vLLM's, and any with OpenAI's API.
+"""How inference servers of other makes are asked, and their answers read: vLLM's, SGLang's, any with OpenAI's API.
 
-vLLM 0.32's ``/inference/v1/generate`` takes token ids and gives token ids, log-probabilities and the weight versions
-behind them; n responses are n requests with a seed each, and the server's prefix cache makes the others cheap. A
-version is named ``<lineage>-<step>``; an answer under any other label is refused, so that nothing is trained of which
-nobody knows what sampled it. Log-probabilities are those after temperature and truncation
-(``--logprobs-mode processed_logprobs``): Penstock's own, since training forbids truncation. OpenAI's API gives text,
-which is encoded anew; no log-probabilities, and no versions: nothing to train on. Imports no JAX.
+vLLM 0.32's ``/inference/v1/generate`` and SGLang 0.5.23's ``/generate`` take token ids and give token ids,
+log-probabilities and the weight versions behind them; n responses are n requests with a seed each, and the server's
+prefix cache makes the others cheap. A version is named ``<lineage>-<step>``; an answer under any other label is
+refused, so that nothing is trained of which nobody knows what sampled it. Log-probabilities are Penstock's own: vLLM's
+after temperature and truncation (``--logprobs-mode processed_logprobs``), since training forbids truncation, SGLang's
+after temperature. OpenAI's API gives text, which is encoded anew; no log-probabilities, and no versions: nothing to
+train on. Imports no JAX.
 
-Not covered: how servers are given weights (`penstock.inference.vllm_control`).
+Not covered: how servers are given weights (`penstock.inference.server_control`).
 """
 
 import json
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
 
@@ -46,7 +48,6 @@ from penstock.types import (
     fold,
 )
 
-GENERATE = "/inference/v1/generate"
 BUSY, _BEHIND = frozenset({429, 503}), frozenset({404, 502, 504})
 """vLLM says 503 where its queue is full, and 404 of an adapter that it does not have."""
 
@@ -63,7 +64,7 @@ def dialect_of(config: InferenceConfig) -> Dialect:
         return PenstockDialect()
     if config.engine == "openai":
         return OpenAiDialect(config.max_seq_len)
-    return VllmDialect(config.external, config.max_seq_len)
+    return (SglangDialect if config.engine == "sglang" else VllmDialect)(config.external, config.max_seq_len)
 
 
 def key_of(config: ExternalConfig | None, token: str) -> str | None:
@@ -202,8 +203,7 @@ def _choice(content: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     return answer, choices[0]
 
 
-def _reason(choice: Mapping[str, Any]) -> FinishReason:
-    reason = choice["finish_reason"]
+def _reason(reason: Any) -> FinishReason:
     if reason == "abort":
         raise InterruptedAnswer("the server aborted the request")
     if reason not in ("stop", "length"):
@@ -214,19 +214,48 @@ def _reason(choice: Mapping[str, Any]) -> FinishReason:
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
-@final
-class VllmDialect:
-    """vLLM's tokens in, tokens out.
+class _Answer(NamedTuple):
+    """What a server said, by whatever names.
+
+    Attributes:
+        tokens: int32 [r].
+        logprobs: float32 [r].
+        reason: Why it ended.
+        spans: Its weight versions, each with ``version``, ``start`` and ``end``.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    reason: FinishReason
+    spans: Any
+
+
+class TokenDialect(ABC):
+    """Tokens in, tokens out.
 
     Args:
         config: How the servers get weights, and so where an answer's version stands.
         max_seq_len: Most tokens of a prompt and its response together.
+
+    Attributes:
+        path: Of the route that is asked.
     """
+
+    path: ClassVar[str]
 
     def __init__(self, config: ExternalConfig, max_seq_len: int) -> None:
         self._weights, self._keeps_cache = config.weights, config.kv == "keep"
         self._max_seq_len = max_seq_len
 
+    @abstractmethod
+    def _fields(self, asked: _Asked, named: str) -> dict[str, Any]:
+        """The body that asks a model of that name for a response."""
+
+    @abstractmethod
+    def _said(self, asked: _Asked, named: str, content: bytes) -> _Answer:
+        """Reads an answer of a model of that name; raises what a body of another form makes it raise."""
+
+    @final
     def requests(
         self,
         call: GenerationCall,
@@ -244,7 +273,7 @@ class VllmDialect:
                 _unbound,
                 session,
                 target,
-                GENERATE,
+                self.path,
                 busy=BUSY,
                 behind=_BEHIND,
                 bind=partial(self._bound, asked),
@@ -252,42 +281,32 @@ class VllmDialect:
             for asked in _asked(call, tokenizer, model, self._max_seq_len, least)
         ]
 
+    @final
     def _bound(self, asked: _Asked, server: Server) -> ServerRequest[list[list[Completion]]] | None:
         served = FIXED if self._weights == "none" else server.version
         if served is None or (self._weights != "none" and asked.is_ahead_of(served)):
             return None
         named = adapter_name(served) if self._weights == "lora" else asked.model
-        sampling = asked.sampling() | {
-            "stop_token_ids": list(asked.stop_token_ids),
-            "ignore_eos": True,  # the stop tokens are said
-            "logprobs": 0,
-            "detokenize": bool(asked.decoding.stop_strings),
-        }
-        body = {"model": named, "token_ids": asked.prompt.tolist(), "sampling_params": sampling, "stream": False}
+        body = self._fields(asked, named)
         if self._keeps_cache:
             body["cache_salt"] = label_of(served)  # a prefix of earlier weights is not to be found
         return ServerRequest(
             _body(body),
             asked.tokens,
             partial(self._read, asked, server, served, named, time.monotonic()),
-            path=GENERATE,
+            path=self.path,
             busy=BUSY,
             behind=_BEHIND,
         )
 
+    @final
     def _read(
         self, asked: _Asked, server: Server, served: WeightVersion, named: str, sent_s: float, content: bytes
     ) -> list[list[Completion]]:
         try:
-            answer, choice = _choice(content)
-            reason, tokens = _reason(choice), integers(choice, "token_ids")
-            logprobs = _logprobs(choice, tokens)
-            if self._weights == "directory":
-                versions = _versions(choice, len(tokens))
-            else:
-                versions = [served] * len(tokens)
-                if answer["model"] != named:
-                    raise ValueError(f"it is of model {answer['model']!r:.100}, and {named!r} was asked for")
+            tokens, logprobs, reason, spans = self._said(asked, named, content)
+            by_span = self._weights == "directory"
+            versions = _versions(spans, len(tokens)) if by_span else [served] * len(tokens)
         except _UNREADABLE as error:
             raise MalformedAnswer(f"its answer cannot be read ({type(error).__name__}: {error})") from error
         count, reason = asked.ended(tokens, reason)
@@ -311,23 +330,80 @@ class VllmDialect:
         return [[completion]]
 
 
+@final
+class VllmDialect(TokenDialect):
+    """vLLM's."""
+
+    path = "/inference/v1/generate"
+
+    def _fields(self, asked: _Asked, named: str) -> dict[str, Any]:
+        sampling = asked.sampling() | {
+            "stop_token_ids": list(asked.stop_token_ids),
+            "ignore_eos": True,  # the stop tokens are said
+            "logprobs": 0,
+            "detokenize": bool(asked.decoding.stop_strings),
+        }
+        return {"model": named, "token_ids": asked.prompt.tolist(), "sampling_params": sampling, "stream": False}
+
+    def _said(self, asked: _Asked, named: str, content: bytes) -> _Answer:
+        answer, choice = _choice(content)
+        reason, tokens = _reason(choice["finish_reason"]), integers(choice, "token_ids")
+        entries = choice["logprobs"]["content"] or []
+        numbers = [None if entry["logprob"] == NO_LOGPROB else entry["logprob"] for entry in entries]
+        logprobs = _logprobs(tokens, [entry["token_id"] for entry in entries], numbers)
+        if self._weights != "directory" and answer["model"] != named:
+            raise ValueError(f"it is of model {answer['model']!r:.100}, and {named!r} was asked for")
+        return _Answer(tokens, logprobs, reason, choice["weight_versions"])
+
+
+@final
+class SglangDialect(TokenDialect):
+    """SGLang's.
+
+    Its ``ignore_eos`` ignores the stop tokens of a request, too, so that it is not asked for: an answer ends at every
+    end token of the model's own, and one that did so without being asked to is refused.
+    """
+
+    path = "/generate"
+
+    def _fields(self, asked: _Asked, named: str) -> dict[str, Any]:
+        sampling = asked.sampling() | {"stop_token_ids": list(asked.stop_token_ids), "n": 1, "no_stop_trim": True}
+        sampling |= {"max_new_tokens": sampling.pop("max_tokens"), "sampling_seed": sampling.pop("seed")}
+        return {"input_ids": [asked.prompt.tolist()], "sampling_params": sampling, "return_logprob": True}
+
+    def _said(self, asked: _Asked, named: str, content: bytes) -> _Answer:
+        answers = json.loads(content)
+        if not isinstance(answers, list) or len(answers) != 1:
+            raise ValueError("it does not hold one response, as was asked for")
+        answer, meta = answers[0], answers[0]["meta_info"]
+        ended = meta["finish_reason"]
+        reason, tokens = _reason(ended["type"]), integers(answer, "output_ids")
+        matched = ended.get("matched")
+        if isinstance(matched, int) and matched not in asked.stop_token_ids:
+            raise ValueError(
+                f"it ended at token {matched}, an end of the model's own, which is none of the stop tokens asked for "
+                f"({list(asked.stop_token_ids)}): name it in sampling_params.stop_token_ids, too"
+            )
+        entries = meta["output_token_logprobs"]
+        logprobs = _logprobs(tokens, [entry[1] for entry in entries], [entry[0] for entry in entries])
+        return _Answer(tokens, logprobs, reason, meta.get("weight_versions"))
+
+
 def _unbound(content: bytes) -> list[list[Completion]]:
     raise MalformedAnswer("the request was sent to no server in particular")
 
 
-def _logprobs(choice: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
-    """float32 [r] of the sampled tokens."""
-    entries = choice["logprobs"]["content"] or []
-    if [entry["token_id"] for entry in entries] != tokens.tolist():
+def _logprobs(tokens: np.ndarray, of: list[Any], numbers: list[Any]) -> np.ndarray:
+    """float32 [r] of the sampled tokens; None is not finite."""
+    if of != tokens.tolist():
         raise ValueError("its log-probabilities are of other tokens than it sampled")
-    numbers = [entry["logprob"] for entry in entries]
-    return logprobs_of([None if number == NO_LOGPROB else number for number in numbers])
+    return logprobs_of(numbers)
 
 
-def _versions(choice: Mapping[str, Any], count: int) -> list[WeightVersion]:
+def _versions(spans: Any, count: int) -> list[WeightVersion]:
     """The version of each token, from spans that follow one another."""
     versions = list[WeightVersion]()
-    for span in choice["weight_versions"] or []:
+    for span in spans or []:
         version = version_of_label(span["version"])
         if version is None:
             raise ValueError(f"weights called {span['version']!r:.100} answered, and no version of a run is called so")
@@ -394,7 +470,7 @@ class _TextReader:
     def __call__(self, content: bytes) -> list[list[Completion]]:
         try:
             _, choice = _choice(content)
-            reason, text = _reason(choice), choice["text"]
+            reason, text = _reason(choice["finish_reason"]), choice["text"]
             tokens = np.asarray(self.asked.tokenizer.encode(text), np.int32)
         except _UNREADABLE as error:
             raise MalformedAnswer(f"its answer cannot be read ({type(error).__name__}: {error})") from error

@@ -309,7 +309,7 @@ class RunConfig(BaseModel):
                 "inference.external.weights to directory"
             )
         for lesson_id, lesson in self.curriculum.lessons.items():
-            if lesson.sampling_params.temperature < COLDEST:
+            if self.inference.engine == "vllm" and lesson.sampling_params.temperature < COLDEST:
                 raise ValueError(
                     f"curriculum.lessons.{lesson_id}.sampling_params.temperature is "
                     f"{lesson.sampling_params.temperature}: vLLM samples at {COLDEST} where it is lower; raise it"

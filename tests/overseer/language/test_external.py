@@ -1,16 +1,18 @@
-"""A server of another make, driven against `tests.fakes.vllm_server`, in this process or launched."""
+"""A server of another make, driven against those of `tests.fakes`, in this process or launched."""
 
 import json
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from benchmarks.chaos.invariants import books, violations
 
 from penstock.inference import EngineConfig, RemoteContext, ServerPool
-from penstock.inference.external import VllmDialect
+from penstock.inference.external import VllmDialect, dialect_of
 from penstock.model.language import load_decoder, load_policy, named_arrays, save_decoder, with_named_arrays
 from penstock.model.language.decoder import decoder_digests
 from penstock.model.language.lora import LoraConfig
@@ -26,8 +28,9 @@ from penstock.overseer.training import train
 from penstock.replay import RolloutStore
 from penstock.rundir import RunDirectory, read_events, read_metrics, read_status
 from penstock.text import Tokenizer
-from penstock.types import ConfigError, Decoding, RunFailed, WeightVersion
+from penstock.types import ConfigError, Decoding, GenerationCall, RunFailed, WeightVersion
 from penstock.weights import open_broadcaster
+from tests.fakes.sglang_server import FakeSglang
 from tests.fakes.vllm_server import FakeVllm
 from tests.overseer.language.test_inference import Around
 from tests.waiting import wait_until
@@ -42,12 +45,15 @@ MODEL = {
 SHAPES = EngineConfig(max_slots=4, max_seq_len=64, windows=(64,), prefill_rows=2, prefill_lengths=(16,))
 
 
-def configured(*words, **external):
+both = pytest.mark.parametrize("fake", ["vllm", "sglang"], indirect=True)
+
+
+def configured(*words, kind="vllm", **external):
     given = json.dumps({"urls": ["http://127.0.0.1:1"]} | external)
     return load_config(
         "cats",
         [
-            f"model.init={json.dumps(MODEL)}", "inference.engine=vllm", f"inference.external={given}",
+            f"model.init={json.dumps(MODEL)}", f"inference.engine={kind}", f"inference.external={given}",
             "inference.max_slots=4", "overseer.backoff_s=0.01", "overseer.max_restarts=2", *words,
         ],
     )  # fmt: skip
@@ -72,26 +78,37 @@ def checkpoint(policy, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def running(checkpoint, policy):
-    server = FakeVllm(checkpoint, policy[1], SHAPES)
-    server.start()
-    yield server
-    server.stop()
+    """A server of each kind, started when it is needed first."""
+    servers = {}
+
+    def of(kind):
+        if kind not in servers:
+            servers[kind] = {"vllm": FakeVllm, "sglang": FakeSglang}[kind](checkpoint, policy[1], SHAPES)
+            servers[kind].start()
+        return servers[kind]
+
+    yield of
+    for server in servers.values():
+        server.stop()
 
 
 @pytest.fixture
-def fake(running):
+def fake(running, request):
     """As it was started, but for its weights."""
-    running.as_started()
-    yield running
-    running.as_started()
+    server = running(getattr(request, "param", "vllm"))
+    server.as_started()
+    yield server
+    server.as_started()
 
 
 @pytest.fixture
-def engine_of(tmp_path, policy):
-    made = []
+def engine_of(tmp_path, policy, request):
+    made, kind = [], "vllm"
+    if "fake" in request.fixturenames:
+        kind = request.getfixturevalue("fake").kind
 
     def make(*words, decoder=None, **external):
-        config = configured(*words, **external)
+        config = configured(*words, kind=kind, **external)
         events = []
         engine = ExternalEngine(
             Identity("inference", 0, 0),
@@ -121,6 +138,7 @@ def sampled(engine, version, codec):
     return engine.canary(version, [codec.encode("Who purrs?"), codec.encode("Who")], 6, LIMIT_S)
 
 
+@both
 def test_a_version_is_loaded_proven_and_announced(engine_of, fake, policy):
     engine = engine_of(urls=[fake.server.url])
     assert engine.server is None
@@ -135,6 +153,7 @@ def test_a_version_is_loaded_proven_and_announced(engine_of, fake, policy):
     assert failures(engine) == []
 
 
+@both
 def test_a_reload_that_leaves_a_tensor_old_is_named_and_nothing_is_announced(engine_of, fake, policy):
     engine, heard = engine_of("overseer.max_restarts=1", urls=[fake.server.url]), []
     engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
@@ -146,6 +165,7 @@ def test_a_reload_that_leaves_a_tensor_old_is_named_and_nothing_is_announced(eng
     assert fake.engine.paused and fake.label == "unproven"  # nothing that was sampled of it is of a version
 
 
+@both
 def test_an_update_that_moves_nothing_is_named_though_the_checksums_are_of_another_form(engine_of, fake, policy):
     """As of a server that pads or splits what it holds: no checksum is that of the file, and none changes."""
     engine = engine_of("overseer.max_restarts=0", urls=[fake.server.url])
@@ -157,6 +177,7 @@ def test_an_update_that_moves_nothing_is_named_though_the_checksums_are_of_anoth
         engine.set_weights(WeightVersion(0, 1), moved(policy[0], 0.1))
 
 
+@both
 def test_a_refusal_says_nothing_about_the_weights_and_is_asked_again(engine_of, fake, policy):
     engine, heard = engine_of(urls=[fake.server.url]), []
     engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
@@ -165,9 +186,10 @@ def test_a_refusal_says_nothing_about_the_weights_and_is_asked_again(engine_of, 
     engine.set_weights(WeightVersion(0, 1), moved(policy[0], 0.1))
     assert [server and server.version.step for server in heard][0] is None and engine.server.version.step == 1
     (reason,) = failures(engine)
-    assert "/collective_rpc answered 400" in reason
+    assert {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}[fake.kind] + " answered 400" in reason
 
 
+@both
 def test_a_server_that_keeps_its_own_label_is_never_announced(engine_of, fake, policy):
     engine = engine_of("overseer.max_restarts=0", urls=[fake.server.url])
     fake.ignores_label = True
@@ -176,6 +198,7 @@ def test_a_server_that_keeps_its_own_label_is_never_announced(engine_of, fake, p
     assert engine.server is None
 
 
+@both
 def test_a_server_that_forgot_its_version_leaves_routing_and_is_given_it_again(engine_of, fake, policy, monkeypatch):
     monkeypatch.setattr("penstock.overseer.language.external.WATCH_S", 0.0)
     engine, heard = engine_of(urls=[fake.server.url]), []
@@ -190,6 +213,7 @@ def test_a_server_that_forgot_its_version_leaves_routing_and_is_given_it_again(e
     assert "called 'default'" in reason
 
 
+@both
 def test_a_hung_server_is_named(engine_of, fake, policy, monkeypatch):
     monkeypatch.setattr("penstock.overseer.language.external.WATCH_S", 0.0)
     engine = engine_of("overseer.no_progress_s=0.4", "overseer.max_restarts=0", urls=[fake.server.url])
@@ -200,6 +224,7 @@ def test_a_hung_server_is_named(engine_of, fake, policy, monkeypatch):
     assert engine.server is None
 
 
+@both
 def test_a_full_queue_is_no_fault(engine_of, fake, policy, monkeypatch):
     monkeypatch.setattr("penstock.overseer.language.external.WATCH_S", 0.0)
     engine = engine_of("overseer.max_restarts=0", urls=[fake.server.url])
@@ -210,6 +235,7 @@ def test_a_full_queue_is_no_fault(engine_of, fake, policy, monkeypatch):
     assert sampled(engine, WeightVersion(0, 0), policy[1]) == []  # and a canary without an answer is counted
 
 
+@both
 def test_a_server_that_computes_with_another_output_matrix_than_it_loads_is_refused(engine_of, fake, policy):
     engine = engine_of(urls=[fake.server.url])
     fake.old_head = True
@@ -218,13 +244,19 @@ def test_a_server_that_computes_with_another_output_matrix_than_it_loads_is_refu
 
 
 @pytest.mark.parametrize(
-    ("fault", "value", "said"),
+    ("fake", "fault", "value", "said"),
     [
-        ("scale_out", False, "--enable-scale-out"),
-        ("raw", True, "--logprobs-mode processed_logprobs"),
-        ("name", "another", "--served-model-name policy"),
-        ("room", 32, "--max-model-len 64"),
+        ("vllm", "scale_out", False, "--enable-scale-out"),
+        ("vllm", "raw", True, "--logprobs-mode processed_logprobs"),
+        ("vllm", "name", "another", "--served-model-name policy"),
+        ("vllm", "room", 32, "--max-model-len 64"),
+        ("sglang", "raw", True, "without SGLANG_RETURN_ORIGINAL_LOGPROB"),
+        ("sglang", "name", "another", "--served-model-name policy"),
+        ("sglang", "room", 32, "--context-length 64"),
+        ("sglang", "admin", True, "one key as --api-key and as --admin-api-key"),
+        ("sglang", "spanless", True, "take SGLang 0.5.23 or later"),
     ],
+    indirect=["fake"],
 )
 def test_what_a_server_lacks_is_refused_with_the_flag(engine_of, fake, policy, fault, value, said):
     setattr(fake, fault, value)
@@ -257,6 +289,60 @@ def test_a_recipe_that_no_server_could_serve_is_refused():
         configured(weights="lora")
     with pytest.raises(ConfigError, match="vLLM samples at 0.01"):
         configured("curriculum.lessons.cats.sampling_params.temperature=0.005")
+
+
+# --- SGLang's own ----------------------------------------------------------------------------------------------------
+
+sglang = pytest.mark.parametrize("fake", ["sglang"], indirect=True)
+
+
+@sglang
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_requests_that_run_go_on_with_the_next_version(engine_of, fake, policy, kv):
+    """Those that stay in its batch would keep it from forgetting its cache: it would say 400, and have the weights."""
+    engine = engine_of("inference.max_seq_len=64", urls=[fake.server.url], kv=kv)
+    engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
+    call = GenerationCall([policy[1].encode("Who")], 1, Decoding(max_output_tokens=48), [1])
+    (request,) = dialect_of(engine._run.inference).requests(call, policy[1], "policy", None, None)
+    bound, swapped, answers = request.bound_to(engine.server), threading.Event(), []
+
+    def ask():
+        while not swapped.is_set():
+            answer = httpx.post(fake.server.url + fake.path, content=bound.body, timeout=LIMIT_S)
+            answers.append(bound.read(answer.content)[0][0])
+
+    with ThreadPoolExecutor(3) as threads:
+        asked = [threads.submit(ask) for _ in range(3)]
+        for step in range(1, 40):
+            engine.set_weights(WeightVersion(0, step), moved(policy[0], 0.01 * step))
+            if failures(engine) or any(len(set(answer.weight_steps.tolist())) > 1 for answer in answers):
+                break
+        swapped.set()
+        for each in asked:
+            each.result(LIMIT_S)
+    across = [answer for answer in answers if len(set(answer.weight_steps.tolist())) > 1]
+    assert failures(engine) == [] and across
+    for answer in across:  # with a kept cache, the version that it was sent under counts, too
+        assert answer.oldest_weight_step == (0 if kv == "keep" else answer.weight_steps[0])
+
+
+@sglang
+def test_an_answer_that_ended_at_a_token_that_nobody_named_is_refused(engine_of, fake, policy):
+    engine = engine_of("overseer.max_restarts=0", urls=[fake.server.url])
+    engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
+    (whole, _), prompts = sampled(engine, WeightVersion(0, 0), policy[1]), [policy[1].encode("Who purrs?")]
+    fake.ends = {int(whole.response_tokens[0])}
+    assert engine.canary(WeightVersion(0, 0), prompts, 6, LIMIT_S) == []
+
+
+def test_what_sglang_has_no_word_for_is_refused(fake):
+    for words, said in (
+        ({"weights": "lora"}, "set it to directory"), ({"pause": "wait"}, "SGLang knows keep and abort"),
+        ({"colocate": True}, "only vLLM is sent to sleep"),
+        ({"urls": [], "launch": ["sglang", "{model}"]}, "only vLLM is launched"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            configured(kind="sglang", **words)
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------
@@ -304,12 +390,14 @@ def test_an_adapter_that_is_not_applied_is_named(engine_of, fake, adapted, lora)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(
+    ("fake", "staleness"), [("vllm", 0), ("vllm", 1), ("sglang", 0), ("sglang", 1)], indirect=["fake"]
+)
 def test_a_run_in_one_process_trains_on_what_the_server_sampled(fake, tmp_path, staleness):
     config = configured(
         "steps=3", "replay.groups_per_batch=2", "curriculum.eval_n_examples=2", "learner.row_length=64",
         "learner.micro_batch_rows=2", "curriculum.lessons.cats.sampling_params.n_generations_per_prompt=2",
-        f"replay.staleness_budget={staleness}", urls=[fake.server.url],
+        f"replay.staleness_budget={staleness}", kind=fake.kind, urls=[fake.server.url],
     )  # fmt: skip
     run = tmp_path / "run"
     train(config, run_dir=run, quiet=True)

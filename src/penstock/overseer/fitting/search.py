@@ -50,10 +50,10 @@ def fit(
     Raises:
         ConfigError: no such chip, compiler, shape, row length or rank, or nothing is known of the engine.
     """
-    if config.inference.engine == "openai":
+    if config.inference.engine in ("sglang", "openai"):
         raise ConfigError(
-            "inference.engine is openai: its servers have memory of their own, which is not known here; with "
-            "inference.engine=builtin inference.external=null learner and Penstock's engine are counted"
+            f"inference.engine is {config.inference.engine}: its servers have memory of their own, which is not known "
+            "here; with inference.engine=builtin inference.external=null learner and Penstock's engine are counted"
         )
     config.check_trains()
     adaptable = bool(models) or config.model.directory is not None

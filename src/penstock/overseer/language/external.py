@@ -11,7 +11,6 @@ must be equally probable. Where it does not compute with an output matrix that i
 started anew. Not covered: several servers, which have an `ExternalEngine` each; what crosses cards without a file.
 """
 
-import json
 import os
 import shutil
 import socket
@@ -27,9 +26,10 @@ from typing import Any
 import numpy as np
 
 from penstock.inference import Server
+from penstock.inference.checksums import ChecksumProof, served_checksums
 from penstock.inference.codec import InterruptedAnswer, MalformedAnswer
-from penstock.inference.external import VllmDialect, key_of, label_of
-from penstock.inference.vllm_control import ChecksumProof, VllmControl, served_checksums
+from penstock.inference.external import adapter_name, dialect_of, key_of, label_of
+from penstock.inference.server_control import ServerControl, VllmControl, control_of
 from penstock.model.arrays import shapes_of
 from penstock.model.language import Decoder, named_arrays, save_decoder, with_named_arrays
 from penstock.model.language.adapter import base_digest
@@ -132,7 +132,7 @@ class ExternalEngine:
         self._turn = threading.RLock()
         self._stopping = threading.Event()
         self._process: GuardedProcess | None = None
-        self._control: VllmControl | None = None
+        self._control: ServerControl | None = None
         self._url = config.urls[identity.index] if config.urls else ""
         self._proof = ChecksumProof()
         self._adapters: list[WeightVersion] = []
@@ -227,13 +227,13 @@ class ExternalEngine:
             self._serve()
 
     def _fall_asleep(self) -> None:
-        assert self._control is not None
+        assert isinstance(self._control, VllmControl)  # `colocate` is refused of others
         self._asleep_since, self.doing = time.monotonic(), "asleep while the learner updates"
         self._control.sleep()
         self._stats["inference/sleep_s"] = time.monotonic() - self._asleep_since
 
     def _wake(self) -> None:
-        if self._asleep_since is not None and self._control is not None:
+        if self._asleep_since is not None and isinstance(self._control, VllmControl):
             started = time.monotonic()
             self._control.wake()
             self._asleep_since, self.doing, self._watched_at = None, "serving", time.monotonic()
@@ -318,6 +318,7 @@ class ExternalEngine:
         self._wake()
         assert self._control is not None
         if self._config.weights == "lora":
+            assert isinstance(self._control, VllmControl)  # adapters are refused of others
             self._load_adapter(self._control, weights)
             return
         if self._config.launch and (fresh or self._relaunches):
@@ -328,7 +329,7 @@ class ExternalEngine:
         if self._tried or self._try(self._control, weights):
             self._load(self._control, weights)
 
-    def _open(self, weights: _Weights) -> VllmControl:
+    def _open(self, weights: _Weights) -> ServerControl:
         """A connection to a server that can do what it must; one that is launched is started anew."""
         self._announce(None)
         self._end(END_S)
@@ -336,7 +337,7 @@ class ExternalEngine:
             self._launch(weights)
         self.doing = f"asking what {self._url} can do"
         change_s = self._run.weights.fetch_timeout_s
-        control = VllmControl(self._url, self._key, self._config, self._run.inference.max_seq_len, change_s)
+        control = control_of(self._url, self._key, self._run.inference, change_s)
         try:
             if not self._config.launch and not control.healthy():
                 raise UnreachableError(f"{self._url} does not answer that it is healthy")
@@ -346,11 +347,11 @@ class ExternalEngine:
             control.close()
             raise
         self._control, self._base_answer = control, []
-        if self._config.weights == "lora":
+        if isinstance(control, VllmControl) and self._config.weights == "lora":
             self._adapters = control.forget_adapters()
         return control
 
-    def _load(self, control: VllmControl, weights: _Weights) -> None:
+    def _load(self, control: ServerControl, weights: _Weights) -> None:
         self.doing = f"loading version {weights.version.step}"
         self.progress += 1.0
         control.pause()
@@ -359,7 +360,7 @@ class ExternalEngine:
         control.name(weights.version)
         control.resume()
 
-    def _prove(self, control: VllmControl, weights: _Weights) -> None:
+    def _prove(self, control: ServerControl, weights: _Weights) -> None:
         self._stats["inference/proven_bytewise"] = self._proof.judge(
             weights.version, weights.checksums, control.checksums()
         )
@@ -373,7 +374,7 @@ class ExternalEngine:
         self._adapters.append(weights.version)
         if weights.moved:
             self._base_answer = self._base_answer or self._noted(control, self._config.model, 1)
-            if self._base_answer == self._noted(control, f"policy-{label_of(weights.version)}", 1):
+            if self._base_answer == self._noted(control, adapter_name(weights.version), 1):
                 raise MismatchError(
                     f"{self._url} loaded the adapter of version {weights.version.step}, and answers as its base does: "
                     "the adapter is not applied"
@@ -382,7 +383,7 @@ class ExternalEngine:
             control.unload_adapter(old)
             self._adapters.remove(old)
 
-    def _try(self, control: VllmControl, weights: _Weights) -> bool:
+    def _try(self, control: ServerControl, weights: _Weights) -> bool:
         """Whether weights that are loaded are computed with, the output matrix included.
 
         If so, what it has afterwards are others than the version's. Else it was started anew with those.
@@ -448,7 +449,7 @@ class ExternalEngine:
         """
         limit, server = time.monotonic() + timeout_s, Server(self.identity.name, self.identity.incarnation, self._url)
         call = GenerationCall(prompts, 1, Decoding(max_output_tokens=max_tokens), [version.step] * len(prompts))
-        dialect = VllmDialect(self._config, self._run.inference.max_seq_len)
+        dialect = dialect_of(self._run.inference)
         answers: list[Completion] = []
         for request in dialect.requests(call, self._tokenizer, self._config.model, None, None):
             bound, control = request.bound_to(replace(server, version=version)), self._control
@@ -463,25 +464,16 @@ class ExternalEngine:
                 raise WeightsError(f"{self._url}: {error}") from error
         return answers
 
-    def _noted(self, control: VllmControl, model: str, answers: int) -> list[tuple[int, float]]:
+    def _noted(self, control: ServerControl, model: str, answers: int) -> list[tuple[int, float]]:
         """Tokens and log-probabilities of a few answers, under whatever label; the same for the same weights."""
         found: list[tuple[int, float]] = []
+        limit_s = self._run.weights.fetch_timeout_s
         for seed in range(answers):
-            sampling = {"n": 1, "max_tokens": 8, "temperature": 1.0, "seed": seed, "logprobs": 0}
-            sampling |= {"ignore_eos": True, "stop_token_ids": [], "stop": [], "detokenize": False}
-            prompt = [seed % self._shape.config.vocab_size, 0]
-            body = {"model": model, "token_ids": prompt, "sampling_params": sampling, "stream": False}
-            body["cache_salt"] = f"{model}-{time.monotonic_ns()}"
-            limit_s = self._run.weights.fetch_timeout_s
-            limit = time.monotonic() + limit_s
-            while (content := control.generate(json.dumps(body).encode(), limit_s)) is None:
+            limit, prompt = time.monotonic() + limit_s, [seed % self._shape.config.vocab_size, 0]
+            while (entries := control.noted(model, prompt, seed, 8, limit_s)) is None:
                 if time.monotonic() > limit or self._stopping.wait(POLL_S):
                     raise UnreachableError(f"the queue of {self._url} was full for {limit_s:g} s")
-            try:
-                entries = json.loads(content)["choices"][0]["logprobs"]["content"]
-                found += [(int(entry["token_id"]), float(entry["logprob"])) for entry in entries]
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                raise WeightsError(f"{self._url}: its answer cannot be read ({error!r})") from error
+            found += entries
         return found
 
     def _announce(self, version: WeightVersion | None) -> None:
@@ -505,13 +497,13 @@ class ExternalEngine:
             self._process = GuardedProcess(words, environment, log)
         except OSError as error:
             raise ConfigError(f"inference.external.launch cannot be started: {error}") from error
-        probe = VllmControl(self._url, self._key, self._config, self._run.inference.max_seq_len, END_S)
+        probe = control_of(self._url, self._key, self._run.inference, END_S)
         try:
             self._await(probe, log)
         finally:
             probe.close()
 
-    def _await(self, probe: VllmControl, log: Path) -> None:
+    def _await(self, probe: ServerControl, log: Path) -> None:
         assert self._process is not None
         limit_s = self._config.start_timeout_s
         limit = time.monotonic() + limit_s
@@ -528,7 +520,8 @@ class ExternalEngine:
 
     def _end(self, timeout_s: float) -> None:
         if self._control is not None:
-            if self._process is None and self._asleep_since is not None:  # another's, which we sent to sleep
+            asleep = self._process is None and self._asleep_since is not None  # another's, which we sent to sleep
+            if asleep and isinstance(self._control, VllmControl):
                 with suppress(UnreachableError, WeightsError):
                     self._control.wake()
             self._control.close()
