@@ -319,7 +319,7 @@ def main(words: Sequence[str] | None = None) -> int:
             between, noise = apart(theirs, ours)
             print(f"\n{name}: rewards {_list(theirs)}, Penstock's {_list(ours)}")
             print(f"  {between:.4f} apart; of equal runs at most {noise:.4f} nineteen times in twenty")
-            marks.at_most(f"{name}: rewards apart, of what chance allows", between / noise, 1.0)
+            marks.at_most(f"{name}: 1,000 times how far rewards are apart", 1e3 * between, 1e3 * noise)
     print("\n" + "\n".join(marks.lines), flush=True)
     return 1 if marks.missed else 0
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.external import Measured, descendants, judge, overrides, parsed, server_of, through_vllm
+from benchmarks.external import Measured, apart, descendants, judge, overrides, parsed, server_of, through_vllm
 from benchmarks.marks import Marks
 from tests.waiting import wait_until
 
@@ -73,3 +73,18 @@ def test_a_run_through_vllm_is_held_to_its_marks(given):
         marks = Marks()
         judge(marks, "vLLM", found, asked)
         assert marks.missed == missed, marks.lines
+    marks = Marks()
+    judge(marks, "vLLM", good._replace(killed_running=None, events=[]), asked, killed=False)
+    assert marks.missed == 0, marks.lines
+
+
+def test_noise_is_how_far_equal_runs_are_apart():
+    between, noise = apart([0.2, 0.3, 0.4], [0.1, 0.2, 0.3])
+    assert between == pytest.approx(0.1) and noise == pytest.approx(2.776445 * 0.1 * (2 / 3) ** 0.5)
+    assert apart([0.2, 0.2], [0.3, 0.3]) == (pytest.approx(0.1), 0.0)
+
+
+def test_one_run_of_an_engine_says_nothing_of_noise(given, capsys):
+    with pytest.raises(SystemExit):
+        given("--seeds", "1")
+    assert "takes 2 or more" in capsys.readouterr().err

@@ -103,6 +103,7 @@ class FakeVllm:
         ignores_label: It goes on to call its weights as before.
         ignores_adapter: It answers for an adapter with what its base says.
         asleep: It was put to sleep.
+        locked: It asks for a key, and got none.
         sleep_mode: Started with ``--enable-sleep-mode``.
         sleepless: It says that it sleeps or wakes, and goes on as before.
         counts: Of requests by path.
@@ -131,7 +132,7 @@ class FakeVllm:
         """No faults, no adapters, its own label; its weights stay."""
         self.scale_out = self.dev_mode = self.runtime_lora = True
         self.raw = self.full = self.hung = self.blind = self.old_head = False
-        self.ignores_label = self.ignores_adapter = self.asleep = False
+        self.ignores_label = self.ignores_adapter = self.asleep = self.locked = False
         self.name, self.room, self.salt = "policy", 64, b""
         self.dies_at, self.died = 0, ""
         self.sleep_mode = self.sleepless = False
@@ -201,6 +202,8 @@ class FakeVllm:
         return JSONResponse({"version": VERSION})
 
     async def models(self, _: Request) -> Response:
+        if self.locked:
+            return JSONResponse({"error": "Unauthorized"}, status_code=401)
         card = {"id": self.name, "object": "model", "root": str(self._directory), "max_model_len": self.room}
         adapters = [{"id": name, "object": "model", "parent": self.name} for name in self._adapters]
         return JSONResponse({"object": "list", "data": [card, *adapters]})

@@ -39,7 +39,7 @@ class ByteCodec:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final: bool = False,
     ) -> np.ndarray:
-        text = self.render_text(prompt, continue_final=continue_final)
+        text = self.render_text(prompt, chat_template_kwargs, continue_final)
         if max_tokens is not None and len(text.encode()) > max_tokens:
             raise EnvironmentFailure(f"prompt has {len(text.encode())} bytes, more than {max_tokens} tokens can hold")
         return self.encode(text)
@@ -53,6 +53,8 @@ class ByteCodec:
         if isinstance(prompt, str):
             return prompt
         text = "".join(f"{message['role']}: {message['content']}\n" for message in prompt)
+        if (chat_template_kwargs or {}).get("enable_thinking") is False:
+            text += "hush\n"
         return text[:-1] if continue_final else text
 
 

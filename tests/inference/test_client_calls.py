@@ -259,11 +259,25 @@ def test_neutral_values_ask_for_nothing(client, call, extra):
 @pytest.mark.parametrize(
     "extra",
     [{"chat_template_kwargs": {}}, {"add_generation_prompt": True}, {"top_logprobs": None}, {"top_logprobs": 0},
-     {"tools": []}, {"tool_choice": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}, {"echo": False}],
+     {"tools": []}, {"tool_choice": "none"}, {"echo": False}],
     ids=str,
 )  # fmt: skip
 def test_neutral_values_of_conversations(client, extra):
     assert chat(client, extra_body=extra).choices[0].finish_reason
+
+
+def test_chat_template_kwargs_reach_the_template(client):
+    prompts = [
+        bytes(chat(client, extra_body={"return_token_ids": True, **extra}).prompt_token_ids)
+        for extra in ({}, {"chat_template_kwargs": {"enable_thinking": False}})
+    ]
+    assert prompts == [b"user: hi\n", b"user: hi\nhush\n"]
+
+
+def test_tokens_are_called_by_their_ids(client):
+    asked = {"logprobs": 1, "extra_body": {"return_token_ids": True, "return_tokens_as_token_ids": True}}
+    (choice,) = complete(client, **asked).choices
+    assert choice.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
 
 
 def test_continue_final_message(client):

@@ -83,9 +83,9 @@ class ServerControl(ABC):
 
     @final
     def healthy(self) -> bool:
-        """Whether it answers that it is."""
+        """Whether it answers that it is, or at least asks for a key."""
         try:
-            return self._client.get(self._url + self.health, timeout=HEALTH_S).status_code == 200
+            return self._client.get(self._url + self.health, timeout=HEALTH_S).status_code in (200, 401)
         except httpx.HTTPError:
             return False
 
@@ -212,7 +212,10 @@ class ServerControl(ABC):
 
     @final
     def _check_models(self) -> None:
-        cards = _json(self._send("GET", "/v1/models", ASK_S)).get("data") or []
+        asked = self._send("GET", "/v1/models", ASK_S)
+        if asked.status_code == 401:
+            raise ConfigError(f"{self._url} asks for a key: give the file that holds it as external.api_key_file")
+        cards = _json(asked).get("data") or []
         names = [card.get("id") for card in cards]
         if self._config.model not in names:
             raise ConfigError(
@@ -239,8 +242,6 @@ class ServerControl(ABC):
         if asked.status_code in flags:
             raise ConfigError(f"{self._url} does not open {self.path}: {flags[asked.status_code]}")
         self._refuse_absent(asked, self.path, f"take {self.since} or later")
-        if asked.status_code == 401:
-            raise ConfigError(f"{self._url} asks for a key: give the file that holds it as external.api_key_file")
         try:
             found = asked.json()
             ((_, logprob),) = self._entries(found)
@@ -481,8 +482,8 @@ class SglangControl(ServerControl):
             self._refuse_absent(asked, "/weights_checker", f"take {self.since} or later")
             if asked.status_code in (401, 403):
                 raise ConfigError(
-                    f"{self._url} wants another key to be given weights: start it with one key as --api-key and as "
-                    "--admin-api-key, which external.api_key_file holds"
+                    f"{self._url} wants another key to be given weights: start it without --admin-api-key, so that "
+                    "that of --api-key does"
                 )
         found = self._send("GET", "/server_info", ASK_S)
         return str(_json(found).get("version", "unknown")) if found.status_code == 200 else "unknown"
