@@ -1,6 +1,7 @@
 """A real checkpoint trained through vLLM, its server killed in the middle; then the same by Penstock's own engine.
 
     python -m benchmarks.external --vllm PATH [--updates 40] [--seeds 3] [--weights lora directory] [--folder DIR]
+    python -m benchmarks.external --vllm PATH --staleness 4 --updates 8 …
     python -m benchmarks.external --vllm PATH --model DIR --problems FILE --rank 0 --weights directory …
 
 By default SmolLM2-135M-Instruct (`make checkpoints/SmolLM2-135M-Instruct/config.json`) with an adapter, on the shipped
@@ -65,10 +66,11 @@ def overrides(given: argparse.Namespace) -> list[str]:
         f"{lesson}.sampling_params.n_generations_per_prompt={given.samples}",
         f"{lesson}.sampling_params.max_output_tokens={given.tokens}", "curriculum.eval_n_examples=2",
         f"curriculum.eval_frequency={given.updates}", f"inference.max_slots={given.groups * given.samples}",
-        f"inference.max_seq_len={length}", f"replay.groups_per_batch={given.groups}", f"learner.row_length={length}",
+        f"inference.max_seq_len={length}", f"replay.groups_per_batch={given.groups}",
+        f"replay.staleness_budget={given.staleness}", f"learner.row_length={length}",
         f"learner.micro_batch_rows={given.rows}", f"learner.optimizer.learning_rate={given.learning_rate}",
         f"overseer.checkpoint_every={given.updates}", "learner.parity.wait_s=60",
-        "learner.parity.canary_prompts=1", "learner.parity.canary_tokens=8",
+        "learner.parity.canary_prompts=4", "learner.parity.canary_tokens=8",
     ]  # fmt: skip
 
 
@@ -259,6 +261,8 @@ def judge(marks: Marks, name: str, found: Measured, given: argparse.Namespace, k
         marks.at_least(f"{name}: requests running when it was killed", found.killed_running or 0.0, 1)
         marks.at_least(f"{name}: failures named", len(found.named("external_engine_failed")), 1)
     marks.at_most(f"{name}: parity KL", max(found.numbers("train/parity_kl"), default=math.inf), kl)
+    unchecked = max(found.numbers("train/parity_unchecked"), default=math.inf)
+    marks.at_most(f"{name}: versions without evidence", unchecked, int(killed))
     marks.at_most(f"{name}: rollouts not verified", max(found.numbers("replay/unverified"), default=math.inf), 0)
     marks.at_most(f"{name}: rules that its files break", len(found.faults), 0)
 
@@ -277,6 +281,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory-fraction", help="of the card, for JAX")
     for name, default, meaning in (
         ("updates", 40, "that are made"), ("seeds", 3, "of runs of each engine; 2 or more"),
+        ("staleness", 1, "updates by which what is trained may be old"),
         ("groups", 2, "of an update"), ("samples", 2, "of a group"),
         ("prompt-tokens", 80, "room for a prompt"), ("tokens", 16, "most of an answer"),
         ("rows", 4, "of a micro-batch"),

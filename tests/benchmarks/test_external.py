@@ -61,7 +61,7 @@ def test_the_server_itself_is_killed_and_not_who_guards_it(tmp_path):
 
 def test_a_run_through_vllm_is_held_to_its_marks(given):
     asked = given("--updates", "2")
-    line = {"train/parity_kl": 1e-9, "replay/unverified": 0.0, "train/reward_mean": 0.5}
+    line = {"train/parity_kl": 1e-9, "replay/unverified": 0.0, "train/reward_mean": 0.5, "train/parity_unchecked": 1.0}
     failed = [{"event": "external_engine_failed", "reason": "the server ended"}]
     good = Measured([line, line], failed, {}, [], 3.0, 1.0)
     for found, missed in (
@@ -69,12 +69,14 @@ def test_a_run_through_vllm_is_held_to_its_marks(given):
         (good._replace(events=[]), 1), (good._replace(faults=["rollouts that ended twice"]), 1),
         (good._replace(updates=[line, line | {"train/parity_kl": 1e-3}]), 1),
         (good._replace(updates=[line, line | {"replay/unverified": 4.0}]), 1),
+        (good._replace(updates=[line, line | {"train/parity_unchecked": 2.0}]), 1),
     ):  # fmt: skip
         marks = Marks()
         judge(marks, "vLLM", found, asked)
         assert marks.missed == missed, marks.lines
     marks = Marks()
-    judge(marks, "vLLM", good._replace(killed_running=None, events=[]), asked, killed=False)
+    whole = line | {"train/parity_unchecked": 0.0}
+    judge(marks, "vLLM", good._replace(updates=[whole] * 2, killed_running=None, events=[]), asked, killed=False)
     assert marks.missed == 0, marks.lines
 
 

@@ -6,6 +6,7 @@ import os
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmarks.chaos.invariants import books, violations
 
 from penstock.learner import Learner
 from penstock.learner.parity import differences_of, example_of
@@ -15,7 +16,9 @@ from penstock.overseer.component import Settings
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.language.external import ExternalEngine
 from penstock.overseer.supervisor.messages import Identity
-from penstock.rundir import RunDirectory
+from penstock.overseer.training import train
+from penstock.replay import RolloutStore
+from penstock.rundir import RunDirectory, read_events, read_metrics, read_status
 from penstock.text import Tokenizer
 from penstock.types import RunFailed, WeightVersion
 
@@ -100,6 +103,33 @@ def test_adapters_by_name_are_what_the_learner_scores(engine_of, tmp_path):
         device = {name: jnp.asarray(each) for name, each in arrays.items()}
         assert apart(config, with_named_arrays(decoder, device), answers, step) < 1e-4
     assert [event["event"] for event in events] == ["external_engine"]
+
+
+@pytest.mark.parametrize("staleness", [0, 4])
+def test_a_run_knows_parity_and_digests_at_every_update(tmp_path, monkeypatch, staleness):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    steps, external = 8, {"launch": [VLLM, "serve", "{model}", "--enforce-eager"]}
+    config = load_config(
+        "cats",
+        [
+            f"model.init={json.dumps(MODEL)}", "inference.engine=vllm", f"inference.external={json.dumps(external)}",
+            f"steps={steps}", f"replay.staleness_budget={staleness}", "replay.groups_per_batch=2",
+            "curriculum.lessons.cats.sampling_params.n_generations_per_prompt=4", "curriculum.eval_n_examples=2",
+            "inference.max_slots=8", "learner.parity.wait_s=60",
+        ],
+    )  # fmt: skip
+    run = tmp_path / "run"
+    train(config, run_dir=run, quiet=True)
+    updates = [line for line in read_metrics(run / "metrics.jsonl") if "train/loss" in line]
+    assert len(updates) == steps
+    for line in updates:
+        assert line["train/parity_kl"] < 1e-8 and line["train/parity_unchecked"] == 0
+        assert line["replay/unverified"] == 0 and line["replay/staleness_max"] <= staleness
+    directory = RunDirectory(run)
+    assert books(RolloutStore(directory).history()).closed and violations(directory) == []
+    ledger = read_status(run / "status.json")["ledger"]
+    assert ledger["trained"] == steps * 8 and ledger["invalid"] == 0
+    assert not [event for event in read_events(run / "events.jsonl") if event["event"] == "external_engine_failed"]
 
 
 def test_a_build_that_cannot_sleep_is_refused_with_its_own_words(engine_of):
