@@ -219,7 +219,8 @@ def show(name: str, found: Measured) -> None:
     started, running = len(found.named("external_engine")), found.killed_running
     print(f"\n{name}: {len(found.updates)} updates, {found.cpu_s:.0f} processor seconds")
     if started:
-        print(f"  servers started: {started}; one killed while it answered {running or 0:g} requests")
+        killed = "" if running is None else f"; one killed while it answered {running:g} requests"
+        print(f"  servers started: {started}{killed}")
     for failure in found.named("external_engine_failed"):
         print(f"  named: {failure['reason'][:160]}")
     print(f"  parity KL at most {max(parity):.2e}, median {statistics.median(parity):.2e}, of {len(parity)} updates")

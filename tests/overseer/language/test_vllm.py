@@ -2,12 +2,19 @@
 
 import json
 import os
+import re
+import signal
 
+import httpx
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from benchmarks.chaos.invariants import books, violations
+from benchmarks.external import server_of
 
+from penstock.inference import RemoteContext, ServerPool
+from penstock.inference.external import dialect_of
+from penstock.inference.server_control import VllmControl
 from penstock.learner import Learner
 from penstock.learner.parity import differences_of, example_of
 from penstock.model.language import load_decoder, load_policy, named_arrays, save_decoder, with_named_arrays
@@ -20,7 +27,7 @@ from penstock.overseer.training import train
 from penstock.replay import RolloutStore
 from penstock.rundir import RunDirectory, read_events, read_metrics, read_status
 from penstock.text import Tokenizer
-from penstock.types import RunFailed, WeightVersion
+from penstock.types import Decoding, MismatchError, RunFailed, WeightVersion
 
 VLLM = os.environ.get("PENSTOCK_VLLM", "")
 pytestmark = [
@@ -130,6 +137,54 @@ def test_a_run_knows_parity_and_digests_at_every_update(tmp_path, monkeypatch, s
     ledger = read_status(run / "status.json")["ledger"]
     assert ledger["trained"] == steps * 8 and ledger["invalid"] == 0
     assert not [event for event in read_events(run / "events.jsonl") if event["event"] == "external_engine_failed"]
+
+
+def test_faults_are_named_and_healed(engine_of, monkeypatch):
+    """Of one server after the other: an unknown label, a hang, a death, an update that moves nothing; a full queue."""
+    monkeypatch.setattr("penstock.overseer.language.external.WATCH_S", 0.0)
+    config = load_config("cats", [f"model.init={json.dumps(MODEL)}"])
+    tokenizer = Tokenizer.load(config.model.tokenizer_path)
+    decoder = load_policy(config.model, 0, tokenizer)
+    words = [f"model.init={json.dumps(MODEL)}", "overseer.no_progress_s=40", "inference.max_slots=2"]
+    launch = [VLLM, "serve", "{model}", "--enforce-eager", "--max-num-queued-reqs", "4"]
+    engine, config, events = engine_of(decoder, tokenizer, *words, launch=launch)
+    arrays = [{n: np.asarray(each) * (1 + step) for n, each in named_arrays(decoder).items()} for step in range(2)]
+    engine.set_weights(WeightVersion(0, 0), arrays[0])
+
+    def named():
+        return [event["reason"] for event in events if event["event"] == "external_engine_failed"]
+
+    key = {"authorization": "Bearer a token of this run"}
+    renamed = {"new_version": "default"}
+    httpx.post(f"{engine.server.url}/update_weight_version", json=renamed, headers=key).raise_for_status()
+    engine.watch()
+    assert len(named()) == 1 and "called 'default'" in named()[0]
+    ended = "the server ended|does not answer: .*reset"  # the second if it was killed while it was asked
+    for number, said in ((signal.SIGSTOP, "does not answer: ReadTimeout"), (signal.SIGKILL, ended)):
+        before = len(named())
+        os.kill(server_of(os.getpid(), VLLM), number)
+        while len(named()) == before:  # the process is gone a moment after it was told
+            engine.watch()
+        assert re.search(said, named()[before])
+    load, old = VllmControl.load, engine._wanted.directory
+    monkeypatch.setattr(VllmControl, "load", lambda self, directory: load(self, old))
+    with monkeypatch.context() as once:
+        once.setattr(engine, "_leave", lambda failure: (_ for _ in ()).throw(failure))
+        with pytest.raises(MismatchError, match="version 1 with other weights than it was given"):
+            engine.set_weights(WeightVersion(0, 1), arrays[1])
+    monkeypatch.setattr(VllmControl, "load", load)
+    engine.set_weights(WeightVersion(0, 1), arrays[1])
+
+    pool = ServerPool("a token of this run", request_timeout_s=LIMIT_S)
+    pool.dialect = dialect_of(config.inference)
+    try:
+        pool.set_servers([engine.server])
+        asked = RemoteContext(pool, tokenizer)
+        (answers,) = asked.generate([tokenizer.encode("Who purrs?")], 32, Decoding(max_output_tokens=16), [1])
+        refused = pool.metrics()["inference_client/refusals_total"]
+    finally:
+        pool.close()
+    assert len(answers) == 32 and {*answers[-1].weight_steps.tolist()} == {1} and refused
 
 
 def test_a_build_that_cannot_sleep_is_refused_with_its_own_words(engine_of):
