@@ -91,6 +91,7 @@ class FakeVllm:
         raw: Log-probabilities are before temperature and truncation.
         full: Its queue is.
         hung: It answers nothing but its health.
+        dead: Its engine is, as after a model that it cannot compute.
         dies_at: The request for tokens in which it is killed, unless the file `died` says that it was.
         died: See `dies_at`.
         blind: Its checksums see no matrix of a layer.
@@ -131,7 +132,7 @@ class FakeVllm:
     def as_started(self) -> None:
         """No faults, no adapters, its own label; its weights stay."""
         self.scale_out = self.dev_mode = self.runtime_lora = True
-        self.raw = self.full = self.hung = self.blind = self.old_head = False
+        self.raw = self.full = self.hung = self.blind = self.old_head = self.dead = False
         self.ignores_label = self.ignores_adapter = self.asleep = self.locked = False
         self.name, self.room, self.salt = "policy", 64, b""
         self.dies_at, self.died = 0, ""
@@ -215,6 +216,8 @@ class FakeVllm:
             return error(403, "PermissionDeniedError", message)
         while self.hung:
             await asyncio.sleep(0.01)
+        if self.dead:
+            return error(500, "InternalServerError", "EngineCore encountered an issue.")
         if self.full:
             return error(503, "ServiceUnavailableError", "The request queue is full (max_num_queued_reqs=1)")
         named = body["model"]

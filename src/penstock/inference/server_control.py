@@ -236,11 +236,11 @@ class ServerControl(ABC):
         Args:
             body: The request.
             remedy: What makes it so where it is not.
-            flags: What to do about statuses that say that it does not answer such requests.
+            flags: What to do about statuses by which it says that it does not answer such requests.
         """
         asked = self._send("POST", self.path, self._change_s, body)  # the first answer of all may take its time
         if asked.status_code in flags:
-            raise ConfigError(f"{self._url} does not open {self.path}: {flags[asked.status_code]}")
+            raise ConfigError(f"{self._url}{self.path} answered {asked.status_code}: {flags[asked.status_code]}")
         self._refuse_absent(asked, self.path, f"take {self.since} or later")
         try:
             found = asked.json()
@@ -310,7 +310,8 @@ class VllmControl(ServerControl):
     def check(self) -> str:
         self._check_models()
         sampling = self._sampling(0, 1) | {"top_p": ONE_TOKEN}
-        closed = {403: "start it with --enable-scale-out"}
+        failed = "its log says why; its CPU build computes no heads that are smaller than 32 (head_dim)"
+        closed = {403: "start it with --enable-scale-out", 500: failed}
         remedy = "start it with --logprobs-mode processed_logprobs"
         self._check_one_token(self._body(self._config.model, [0], sampling), remedy, closed)
         if self._config.weights == "directory":

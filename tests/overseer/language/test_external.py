@@ -247,6 +247,7 @@ def test_a_server_that_computes_with_another_output_matrix_than_it_loads_is_refu
     ("fake", "fault", "value", "said"),
     [
         ("vllm", "scale_out", False, "--enable-scale-out"),
+        ("vllm", "dead", True, "its log says why; its CPU build .*head_dim"),
         ("vllm", "raw", True, "--logprobs-mode processed_logprobs"),
         ("vllm", "name", "another", "--served-model-name policy"),
         ("vllm", "room", 32, "--max-model-len 64"),

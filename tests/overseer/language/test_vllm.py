@@ -27,7 +27,7 @@ from penstock.overseer.training import train
 from penstock.replay import RolloutStore
 from penstock.rundir import RunDirectory, read_events, read_metrics, read_status
 from penstock.text import Tokenizer
-from penstock.types import Decoding, MismatchError, RunFailed, WeightVersion
+from penstock.types import ConfigError, Decoding, MismatchError, RunFailed, WeightVersion
 
 VLLM = os.environ.get("PENSTOCK_VLLM", "")
 pytestmark = [
@@ -185,6 +185,17 @@ def test_faults_are_named_and_healed(engine_of, monkeypatch):
     finally:
         pool.close()
     assert len(answers) == 32 and {*answers[-1].weight_steps.tolist()} == {1} and refused
+
+
+def test_a_model_that_it_cannot_compute_is_refused_with_the_reason(engine_of):
+    small = MODEL | {"num_attention_heads": 4}
+    config = load_config("cats", [f"model.init={json.dumps(small)}"])
+    tokenizer = Tokenizer.load(config.model.tokenizer_path)
+    decoder = load_policy(config.model, 0, tokenizer)
+    engine, _, _ = engine_of(decoder, tokenizer, f"model.init={json.dumps(small)}")
+    arrays = {name: np.asarray(each) for name, each in named_arrays(decoder).items()}
+    with pytest.raises(ConfigError, match="no heads that are smaller than 32"):
+        engine.set_weights(WeightVersion(0, 0), arrays)
 
 
 def test_a_build_that_cannot_sleep_is_refused_with_its_own_words(engine_of):
