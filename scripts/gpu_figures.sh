@@ -17,7 +17,7 @@ external() {
     shift 2
     echo "$PYTHON -m benchmarks.external --vllm $VLLM --vllm-share $share --memory-fraction 0.5" \
         "--model $model --problems $GSM8K --dtype bfloat16 --groups 8 --samples 8 --prompt-tokens 256 --tokens 256" \
-        "--updates 100 $*"
+        "--updates 100 --seeds 2 $*"
 }
 
 commands() {

@@ -91,7 +91,11 @@ def test_versions_by_directory_are_what_the_learner_scores(engine_of):
     assert [event["event"] for event in events] == ["external_engine"]  # no failure, and no second start
 
 
-def test_adapters_by_name_are_what_the_learner_scores(engine_of, tmp_path):
+def raising(failure):
+    raise failure
+
+
+def test_adapters_by_name_are_what_the_learner_scores(engine_of, tmp_path, monkeypatch):
     config = load_config("cats", [f"model.init={json.dumps(MODEL)}"])
     tokenizer = Tokenizer.load(config.model.tokenizer_path)
     base = tmp_path / "base"
@@ -110,6 +114,12 @@ def test_adapters_by_name_are_what_the_learner_scores(engine_of, tmp_path):
         device = {name: jnp.asarray(each) for name, each in arrays.items()}
         assert apart(config, with_named_arrays(decoder, device), answers, step) < 1e-4
     assert [event["event"] for event in events] == ["external_engine"]
+    load, nothing = VllmControl.load_adapter, engine._wanted.directory.with_name("policy-0-0")
+    assert nothing.is_dir()
+    monkeypatch.setattr(VllmControl, "load_adapter", lambda self, version, directory: load(self, version, nothing))
+    monkeypatch.setattr(engine, "_leave", raising)
+    with pytest.raises(MismatchError, match="the adapter is not applied"):
+        engine.set_weights(WeightVersion(0, 3), arrays)
 
 
 @pytest.mark.parametrize("staleness", [0, 4])
@@ -169,7 +179,7 @@ def test_faults_are_named_and_healed(engine_of, monkeypatch):
     load, old = VllmControl.load, engine._wanted.directory
     monkeypatch.setattr(VllmControl, "load", lambda self, directory: load(self, old))
     with monkeypatch.context() as once:
-        once.setattr(engine, "_leave", lambda failure: (_ for _ in ()).throw(failure))
+        once.setattr(engine, "_leave", raising)
         with pytest.raises(MismatchError, match="version 1 with other weights than it was given"):
             engine.set_weights(WeightVersion(0, 1), arrays[1])
     monkeypatch.setattr(VllmControl, "load", load)
