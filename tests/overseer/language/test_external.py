@@ -277,12 +277,13 @@ def test_the_command_has_what_a_run_needs():
     ]  # fmt: skip
 
 
+@both
 def test_servers_with_fixed_weights_are_generated_with_and_not_trained(fake, tmp_path):
-    config = configured(weights="none")
+    config = configured(kind=fake.kind, weights="none")
     fake.rename_to("default")
     report = generate(fake.server.url, config, tmp_path / "said.parquet", n=1)
     (lesson,) = report.lessons.values()
-    assert lesson.rollouts == 8 and fake.counts["/inference/v1/generate"] == 8
+    assert lesson.rollouts == 8 and fake.counts[fake.path] == 8
     with pytest.raises(ConfigError, match="weights none: these servers' weights stay as they are"):
         LanguageKind.of(config)
 
