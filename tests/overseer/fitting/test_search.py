@@ -119,12 +119,13 @@ def test_an_adapter_is_asked_for_where_a_model_may_have_one(config):
         fit(config, "cpu", ["0.5b"], lora=0)
 
 
-def test_another_s_engine_is_not_counted_in_silence(config):
+@pytest.mark.parametrize("engine", ["openai", "sglang"])
+def test_another_s_engine_is_not_counted_in_silence(config, engine):
     changes = {
-        "inference.engine": "openai",
+        "inference.engine": engine,
         "inference.external": {"urls": ["http://127.0.0.1:8000"], "weights": "none"},
     }
-    with pytest.raises(ConfigError, match="inference.engine is openai: its servers have memory of their own"):
+    with pytest.raises(ConfigError, match=f"inference.engine is {engine}: its servers have memory of their own"):
         fit(penstock.load_config(config, changes), "cpu")
 
 
