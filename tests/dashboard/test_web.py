@@ -321,6 +321,12 @@ def test_every_answer_carries_the_policy_and_the_page_has_no_code_of_its_own(cli
     )
 
 
+def test_the_page_names_every_module_so_that_none_waits_for_another(client):
+    head = client.get("/").text
+    named = re.findall(r'<(?:link rel="modulepreload" href|script type="module" src)="static/(\w+\.js)"', head)
+    assert sorted(named) == sorted(name for name in static_files() if name.endswith(".js"))
+
+
 def test_what_ships_is_what_its_hashes_say_and_nothing_sets_markup():
     import hashlib
 

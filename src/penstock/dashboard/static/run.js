@@ -28,8 +28,6 @@ export async function runPage(main, run) {
   const scores = page.metrics.filter((name) => /^(train\/reward_mean|fleet\/.*\/reward_mean)$/.test(name));
   const held = page.metrics.filter((name) => /^(eval|eval_report)\/.*\/(reward_mean|return_mean)$/.test(name));
   const names = [...new Set([...scores, ...held, ...charts.flatMap(([, each]) => each), ...chosen])];
-  const rest = Promise.all([api(path(run, "reward")), api(path(run, "findings"))]);
-  rest.catch(() => {});  // told where it is waited for
   const { curves } = await api(path(run, "curves"), { names: names.join(","), points: 500, from: words.from, to: words.to });
   const marks = shownMarks(page.marks);
   const line = (name, options = {}) => ({ name: options.as || short(name), x: curves[name]?.step || [], y: curves[name]?.mean || [], low: curves[name]?.low, high: curves[name]?.high, block: curves[name]?.block, hue: options.hue });
@@ -39,13 +37,13 @@ export async function runPage(main, run) {
     headline(page, findings),
     h("div", { class: "head small" }, h("h2", {}, "Curves"), h("div", { class: "tools" }, zoomed, jump(run))),
     h("div", { class: "grid" },
-      reward ? [rewardChart(page, reward, curves, scores, words, marks), heldOutChart(page, reward, curves, held, words, marks)] : null,
+      [rewardChart(page, reward, curves, scores, words, marks), heldOutChart(page, reward, curves, held, words, marks)],
       charts.map(([title, each, options]) => chart(title, each.map((name) => line(name)), { ...options, marks: marks.filter(([, , kind]) => kind === "bad") })),
       chosen.map((name) => chart(name, [line(name, { as: name })], { marks }))),
     metricPicker(page.metrics, chosen),
     eventList(page));
-  if (!page.alive) draw(null, null);  // what is there soonest: intervals go through all rollouts
-  const [reward, { findings }] = await rest;
+  if (!page.alive) draw(null, null);  // reward from metrics.jsonl: its intervals go through all rollouts
+  const [reward, { findings }] = await Promise.all([api(path(run, "reward")), api(path(run, "findings"))]);
   draw(reward, findings);
 }
 
@@ -104,18 +102,20 @@ function within(words, step) {
   return (!words.from || step >= Number(words.from)) && (!words.to || step <= Number(words.to));
 }
 
+const READING = "Going through all rollouts …";
+
 function rewardChart(page, reward, curves, scores, words, marks) {
-  const rows = reward.trained.filter(([step]) => within(words, step));
+  const rows = reward?.trained.filter(([step]) => within(words, step)) ?? [];
   if (page.kind === "language" && rows.length) {
     const pooled = reward.block > 1 ? `each point pools ${reward.block} updates` : "each point is an update";
     return chart("Reward of what was trained", [{ name: "mean with 95% interval", x: rows.map((r) => r[0]), y: rows.map((r) => r[1]), low: rows.map((r) => r[2] ?? r[1]), high: rows.map((r) => r[3] ?? r[1]) }],
       { marks, note: `${pooled}; groups are the independent draws` });
   }
-  return chart("Reward", scores.map((name) => ({ name: short(name), x: curves[name].step, y: curves[name].mean, low: curves[name].low, high: curves[name].high, block: curves[name].block })), { marks });
+  return chart("Reward", scores.map((name) => ({ name: short(name), x: curves[name].step, y: curves[name].mean, low: curves[name].low, high: curves[name].high, block: curves[name].block })), { marks, empty: reward ? null : READING });
 }
 
 function heldOutChart(page, reward, curves, held, words, marks) {
-  const rows = reward.held_out.filter((row) => within(words, row.step));
+  const rows = reward?.held_out.filter((row) => within(words, row.step)) ?? [];
   const apart = (lesson) => held.some((name) => name.startsWith(`eval_report/${lesson}/`));
   for (const row of rows) if (!["eval", "micro_eval"].includes(row.evaluation) && apart(row.lesson)) row.lesson += " (report)";
   const lessons = [...new Set(rows.map((row) => row.lesson))];
@@ -126,7 +126,7 @@ function heldOutChart(page, reward, curves, held, words, marks) {
       return { name: lesson, points: true, x: all.map((r) => r.step), y: all.map((r) => r.mean), low: all.map((r) => r.low ?? r.mean), high: all.map((r) => r.high ?? r.mean) };
     }), { marks: marks.filter(([, , kind]) => kind === "bad"), note: "95% interval by problems" });
   }
-  return chart("Held-out reward", held.map((name) => ({ name: name.split("/")[1] + (name.startsWith("eval_report/") ? " (report)" : ""), points: true, x: curves[name].step, y: curves[name].mean })), { empty: page.alive ? "Nothing was evaluated yet." : "Nothing was evaluated.", marks: [] });
+  return chart("Held-out reward", held.map((name) => ({ name: name.split("/")[1] + (name.startsWith("eval_report/") ? " (report)" : ""), points: true, x: curves[name].step, y: curves[name].mean })), { empty: !reward ? READING : page.alive ? "Nothing was evaluated yet." : "Nothing was evaluated.", marks: [] });
 }
 
 function metricPicker(metrics, chosen) {
