@@ -180,6 +180,16 @@ export async function ledgerPage(main, run) {
   box.append(sankey(flows, unit, ["lesson", "finish", "state"], hrefs, Math.max(560, Math.min(1240, box.clientWidth || 900))));
 }
 
+/** What `penstock replay` found of an update: stored and recomputed numbers, loss and gradient norm first. */
+function replayCard(run, step, replay) {
+  const exact = (value, digits = 9, plus = "") => (value === null ? "–" : (value > 0 ? plus : "") + String(Number(value.toPrecision(digits))).replaceAll("-", "−"));
+  const differs = (r) => (r[1] === null || r[2] === null ? "–" : r[3] ? exact(r[2] - r[1], 3, "+") : "equal");
+  return h("section", { class: "card" }, h("header", {}, h("h2", {}, "Replayed ", h("span", { class: `badge ${replay.equal ? "good" : replay.as === "as it was" ? "bad" : "calm"}` }, replay.as)),
+      exportTable(`${run}-replay-${step}`, ["metric", "stored", "recomputed", "equal"], replay.numbers.map((r) => [r[0], r[1], r[2], !r[3]]))),
+    h("p", {}, replay.words, " ", h("span", { class: "quiet" }, moment(replay.time))),
+    h("div", { class: "tall" }, table([["metric", (r) => r[0]], ["stored", (r) => exact(r[1]), "n"], ["recomputed", (r) => exact(r[2]), "n"], ["difference", differs, "n"]], replay.numbers, `Replayed ${replay.as}`)));
+}
+
 const MOVED = ["moved", "along", "gradient_norm", "inner_product", "staleness", "drift", "surprise", "reward", "advantage", "tokens"];
 const percent = (share) => `${(100 * share).toFixed(1)}%`;
 
@@ -196,7 +206,8 @@ export async function updatePage(main, run) {
     page.moved.length ? h("section", { class: "card" }, h("header", {}, h("h2", {}, "What moved it"), exportTable(`${run}-moved-${step}`, ["rollout", ...MOVED], page.moved.map((r) => [r.rollout_id, ...MOVED.map((name) => r[name])]))),
       h("p", { class: "note" }, "As penstock why found: how much of the update would be another without the rollout, its share of the update's length, how much likelier its tokens had become before it (drift, nats per token), and how unlikely they were (surprise)."),
       h("div", { class: "tall" }, table([["rollout", (r) => h("a", { href: link("group", run, { id: r.group_id }) }, r.rollout_id)], ["moved", (r) => percent(r.moved), "n"], ["share", (r) => percent(r.along), "n"], ["reward", (r) => fixed(r.reward), "n"], ["advantage", (r) => signed(r.advantage), "n"], ["tokens", (r) => num(r.tokens), "n"], ["versions old", (r) => num(r.staleness), "n"], ["drift", (r) => signed(r.drift, 3), "n"], ["surprise", (r) => fixed(r.surprise, 2), "n"]], page.moved, "What moved it"))) : null,
-    h("section", { class: "card" }, h("h2", {}, page.moved.length ? "What else would explain it" : "What would explain it"), h("p", { class: "note" }, "Gradients are not stored. These commands make the update again from the run's files, and say what each rollout did to it, or what another loss would have done. Nothing is written into the run; afterwards this page says what moved the update, and its groups' tokens have ratios and entropies."), page.commands.map(copyable)),
+    page.replays.map((replay) => replayCard(run, step, replay)),
+    h("section", { class: "card" }, h("h2", {}, page.moved.length || page.replays.length ? "What else would explain it" : "What would explain it"), h("p", { class: "note" }, "Gradients are not stored. These commands make the update again from the run's files, and say what each rollout did to it, or what another loss would have done. Nothing is written into the run; afterwards this page shows what they found, and its groups' tokens have ratios and entropies."), page.commands.map(copyable)),
     h("section", { class: "card" }, h("header", {}, h("h2", {}, "Numbers that are unlike the updates around it"), exportTable(`${run}-update-${step}`, ["metric", "value", "mean around", "deviations"], odd.map((r) => [r.name, r.value, r.mean, r.z]))),
       odd.length ? h("div", { class: "tall" }, table([["metric", (r) => h("a", { href: link("run", run, { m: r.name, from: Math.max(0, step - 50), to: step + 50 }) }, r.name)], ["value", (r) => num(r.value), "n"], ["mean of ±20 updates", (r) => num(r.mean), "n"], ["standard deviations off", (r) => r.z === null ? "–" : Number.isFinite(r.z) ? signed(r.z, 1) : "they are all alike", "n"]], odd, "Numbers")) : empty("There are no metrics of this update.")),
     h("section", { class: "card" }, h("h2", {}, "What it trained"), page.groups.length ? h("div", { class: "tall" }, table([
