@@ -532,6 +532,24 @@ def test_two_runs_that_are_alike_are_not_called_different(visitor):
     expect(page.locator(".verdicts")).to_contain_text("no difference was seen")
 
 
+def test_of_runs_that_are_being_read_nothing_is_said_yet(visitor):
+    visitor.read("good")
+    asked = []
+
+    def half_read(route):
+        asked.append(route.request.url)
+        answer = route.fetch()
+        words = {**answer.json(), "unread": ["good"], "lessons": []} if len(asked) == 1 else answer.json()
+        route.fulfill(response=answer, json=words)
+
+    visitor.page.route("**/api/compare?*", half_read)
+    page = visitor.open("#/compare?a=good&b=good")
+    expect(page.get_by_text("Reading good …")).to_be_visible()
+    expect(page.get_by_text("nothing can be said")).to_have_count(0)
+    expect(page.locator(".verdicts")).to_contain_text("no difference was seen")
+    assert len(asked) == 2
+
+
 def test_an_address_is_the_whole_state(browser, visitor):
     visitor.read("many")
     address = "#/run/many/groups?min_reward=0.5&order=reward&row=2"
