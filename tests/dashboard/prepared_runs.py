@@ -1,10 +1,13 @@
 """Three runs in which something is to be found out: two of a language model, one of simulators; files alone.
 
+    python -m tests.dashboard.prepared_runs FOLDER
+
 ``A`` learns steadily. ``B`` stalls at update 812, where its rollout worker died; its lesson ``tools`` loses most of
 what it makes; from update 500 on its policy writes what cheats the reward function of ``cats``; held out
 it is better. Of ``robots`` one simulator is sick.
 """
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,3 +103,7 @@ def _write_fleet(directory: RunDirectory) -> None:
     events.append("end", step=10)
     events.close()
     directory.write_status({"state": "finished", "step": 10, "steps": 10, "lineage": 0})
+
+
+if __name__ == "__main__":
+    print(write_prepared(Path(sys.argv[1])))

@@ -13,6 +13,7 @@ from penstock.dashboard import write_bundle
 from penstock.rundir import (
     EventLog,
     JsonLinesLog,
+    KeptReplay,
     MetricsLog,
     RescoredRollout,
     RunDirectory,
@@ -21,6 +22,7 @@ from penstock.rundir import (
     write_examples,
     write_parquet,
     write_records,
+    write_replay,
     write_rescored,
 )
 from penstock.types import RolloutRecord
@@ -229,6 +231,32 @@ def test_a_stall_is_found_from_the_update_alone(visitor):
     expect(page.get_by_role("button", name=re.compile("why .*--step 81"))).to_be_visible()
     page.keyboard.press("j")
     expect(page.locator("h1").first).to_have_text("Update 82")
+
+
+def test_a_replay_stands_on_the_page_of_its_update_number_by_number(visitor, parent):
+    visitor.read("good")
+    directory = RunDirectory(parent / "good")
+    before = sorted(directory.path.rglob("*"))
+    numbers = {"train/entropy": 2.5, "train/grad_norm": 0.0623521283, "train/loss": 0.000267387019}
+    as_it_was = KeptReplay(1e9, "step-0", numbers, numbers, (), True)
+    page = visitor.open("#/run/good/update?step=2", "Update 2")
+    expect(page.get_by_role("button", name=re.compile("replay .*--step 2"))).to_be_visible()
+    expect(page.get_by_role("region", name="Replayed as it was")).to_have_count(0)
+    changed = {**numbers, "train/loss": 0.25}
+    written = write_replay(directory, "batch_1_1", as_it_was)
+    write_replay(directory, "batch_1_1", KeptReplay(2e9, "step-0", numbers, changed, ("train/loss",), None,
+                                                    ("learner.loss.preset=grpo",), ("cats-0-1/0",)))  # fmt: skip
+    page.reload()
+    visitor.settled()
+    first = page.get_by_role("region", name="Replayed learner.loss.preset=grpo, without cats-0-1/0").locator("tbody tr")
+    expect(first).to_have_text([
+        "train/loss0.0002673870190.25+0.25", "train/grad_norm0.06235212830.0623521283equal", "train/entropy2.52.5equal",
+    ])  # fmt: skip
+    expect(page.get_by_text("3 of 3 numbers equal bit for bit; parameters and optimiser")).to_be_visible()
+    rows = page.get_by_role("region", name="Replayed as it was").locator("tbody tr")
+    expect(rows.locator("td:last-child")).to_have_text(["equal"] * 3)
+    assert sorted(directory.path.rglob("*")) == before
+    written.unlink()
 
 
 def test_the_ledger_in_three_units_and_a_ribbon_opens_its_groups(visitor):
@@ -502,6 +530,24 @@ def test_two_runs_that_are_alike_are_not_called_different(visitor):
     visitor.read("good")
     page = visitor.open("#/compare?a=good&b=good")
     expect(page.locator(".verdicts")).to_contain_text("no difference was seen")
+
+
+def test_of_runs_that_are_being_read_nothing_is_said_yet(visitor):
+    visitor.read("good")
+    asked = []
+
+    def half_read(route):
+        asked.append(route.request.url)
+        answer = route.fetch()
+        words = {**answer.json(), "unread": ["good"], "lessons": []} if len(asked) == 1 else answer.json()
+        route.fulfill(response=answer, json=words)
+
+    visitor.page.route("**/api/compare?*", half_read)
+    page = visitor.open("#/compare?a=good&b=good")
+    expect(page.get_by_text("Reading good …")).to_be_visible()
+    expect(page.get_by_text("nothing can be said")).to_have_count(0)
+    expect(page.locator(".verdicts")).to_contain_text("no difference was seen")
+    assert len(asked) == 2
 
 
 def test_an_address_is_the_whole_state(browser, visitor):

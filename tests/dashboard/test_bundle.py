@@ -14,7 +14,7 @@ def test_a_folder_opens_without_a_server(tmp_path):
     out = tmp_path / "out"
     assert write_bundle(tmp_path / "runs", out).startswith(f"wrote {out}/index.html: 1 runs, 7 groups")
     page = (out / "index.html").read_text()
-    assert "static/" not in page and 'type="module"' not in page and "content-security-policy" in page
+    assert "static/" not in page and "module" not in page and "content-security-policy" in page
     data = (out / "data.js").read_text()
     found = json.loads(data.removeprefix("globalThis.PENSTOCK_BUNDLE = ").removesuffix(";\n"))
     run = found["runs"]["mine"]

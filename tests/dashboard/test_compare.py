@@ -75,12 +75,13 @@ def test_two_runs_by_their_last_evaluations(tmp_path):
         write_evaluation(directory, [RolloutBatch(tuple(groups), groups[0].rollouts[0].metadata)], "after", 0, 0)
         directory.write_config({"model": {"tokenizer": None, "path": None}, "seed": len(name) + (name == "b")})
     runs = ObservedRuns(tmp_path)
-    for run in runs.all():
+    for run, unread in zip(runs.all(), (["a", "b"], ["b"]), strict=True):
+        assert compare_page(runs, {"a": "a", "b": "b"})["unread"] == unread
         run.catch_up()
         assert not run.problem
     assert [line["held_out"] for line in runs_page(runs)["runs"]] == [{"cats": [0.0, 0]}, {"cats": [1.0, 0]}]
     page = compare_page(runs, {"a": "a", "b": "b"})
-    assert page["chosen"] == {"a": "after-0-0", "b": "after-0-0"}
+    assert page["chosen"] == {"a": "after-0-0", "b": "after-0-0"} and page["unread"] == []
     (lesson,) = page["lessons"]
     assert lesson["lesson"] == "cats" and lesson["problems"] == 8 and lesson["difference"] == 1.0
     assert lesson["verdict"] == "better" and lesson["chance"] == pytest.approx(2 / 256)

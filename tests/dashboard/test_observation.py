@@ -9,8 +9,8 @@ import pytest
 from penstock import cli
 from penstock.dashboard import observation
 from penstock.dashboard.observation import LONGEST_REST_S, LOOK_S, REST, ObservedRun, ObservedRuns
-from penstock.rundir import EventLog, MetricsLog
-from tests.dashboard.sample_run import write_run
+from penstock.rundir import EventLog, MetricsLog, write_records
+from tests.dashboard.sample_run import group, write_run
 
 
 def test_a_config_is_parsed_once_and_again_where_a_resume_has_replaced_it(tmp_path, monkeypatch):
@@ -40,6 +40,25 @@ def test_a_run_that_was_read_on_is_let_alone_for_many_times_as_long(tmp_path, mo
     monkeypatch.setattr(run, "look", lambda: looks.append(1) or False)
     runs._read_one(run)
     assert run.rests_until == pytest.approx(100.0 + rest) and looks == [1]
+
+
+def test_a_run_that_goes_on_has_news_once_a_look_and_not_for_each_piece(tmp_path):
+    directory = write_run(tmp_path / "mine")
+    run, seen = ObservedRun(directory.path), set()
+    while run.look():
+        seen.add(run.version)
+    assert len(seen) == run.version > 2  # at first for each piece, as a page shows how far it is
+    first = run.version
+    assert not run.look() and run.version == first
+    metrics = MetricsLog(directory.metrics_path)
+    metrics.append(9, {"train/loss": 0.5})
+    metrics.close()
+    records = group("cats-0-77", [("a cat", 1.0), ("dog", 0.0)], (2,), timestamp=2e9)
+    write_records(directory.rollouts / "part-z.parquet", records)
+    assert run.look() and run.look() and run.version == first and run.progress
+    run.catch_up()
+    assert run.version == first + 1 and not run.progress
+    run.close()
 
 
 def test_whoever_asks_does_not_have_it_read_on_sooner(tmp_path, monkeypatch):

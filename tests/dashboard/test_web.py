@@ -18,7 +18,17 @@ from penstock.dashboard.index import RunIndex
 from penstock.dashboard.observation import REST, ObservedRun, ObservedRuns
 from penstock.dashboard.pages import MARKS, RUN_PAGES
 from penstock.dashboard.web import CONTENT_SECURITY_POLICY, KeptPages, Queries, create_dashboard, static_files
-from penstock.rundir import EventLog, MetricsLog, RescoredRollout, read_examples, read_records, write_rescored
+from penstock.rundir import (
+    EventLog,
+    KeptReplay,
+    MetricsLog,
+    RescoredRollout,
+    read_examples,
+    read_records,
+    write_replay,
+    write_rescored,
+)
+from penstock.rundir.replayed_updates import replays_path
 from penstock.rundir.rescored_rows import rescored_path
 from penstock.types import ConfigError, RunDirectoryError
 from tests.dashboard.sample_run import HOSTILE, write_run
@@ -255,6 +265,36 @@ def test_an_update_shows_what_it_trained_and_what_would_explain_it(client):
     assert "why" in page["commands"][0] and page["commands"][0].endswith("--step 2")
 
 
+def test_an_update_shows_what_replays_of_it_found(client, runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert get(client, "/api/runs/mine/update", step=2)["replays"] == []
+    directory = runs.find("mine").directory
+    stored = {"train/advantage_max": 1.5, "train/loss": 0.5, "train/kl": None}
+    made = {**stored, "train/kl": 0.25}
+    same = KeptReplay(1000.0, "step-1", stored, made, ("train/kl",), True, notes=("jax was 0.1",))
+    changes = ("learner.loss.preset=grpo",)
+    changed = replace(same, time=2000.0, recomputed={**stored, "train/loss": 0.75}, different=("train/loss",),
+                      weights_equal=None, changes=changes, dropped=("cats-0-1/1",))  # fmt: skip
+    write_replay(directory, "batch_1_1", same)
+    write_replay(directory, "batch_1_1", changed)
+    newest, oldest = get(client, "/api/runs/mine/update", step=2)["replays"]
+    assert newest["as"] == "learner.loss.preset=grpo, without cats-0-1/1" and newest["time"] == 2000.0
+    assert newest["words"] == "Made again from step-1 and changed: 1 of 3 numbers are others."
+    assert newest["numbers"][0] == ["train/loss", 0.5, 0.75, True] and not newest["equal"]
+    assert oldest["as"] == "as it was" and not oldest["equal"]
+    assert oldest["words"] == (
+        "Made again from step-1: 2 of 3 numbers equal bit for bit; parameters and optimiser state are those of its "
+        "checkpoint, bit for bit. Not as the run had it: jax was 0.1."
+    )
+    assert [row[0] for row in oldest["numbers"]] == ["train/loss", "train/kl", "train/advantage_max"]
+    write_replay(directory, "batch_1_1", replace(same, time=3000.0, different=(), weights_equal=False))
+    words = get(client, "/api/runs/mine/update", step=2)["replays"][0]["words"]
+    assert "3 of 3 numbers equal bit for bit; parameters or optimiser state are not those of its checkpoint" in words
+    replays_path(directory, "batch_1_1").write_text("half")
+    assert get(client, "/api/runs/mine/update", step=2)["replays"] == []
+    assert get(client, "/api/runs/mine/update", step=1)["replays"] == []
+
+
 def test_lessons_and_fleet_of_a_run_without_either(client):
     assert [row["lesson"] for row in get(client, "/api/runs/mine/lessons")["lessons"]] == ["cats", "tools"]
     assert get(client, "/api/runs/mine/fleet")["simulators"] == []
@@ -319,6 +359,12 @@ def test_every_answer_carries_the_policy_and_the_page_has_no_code_of_its_own(cli
         and "style=" not in page
         and " on" not in page.split("<body>")[1]
     )
+
+
+def test_the_page_names_every_module_so_that_none_waits_for_another(client):
+    head = client.get("/").text
+    named = re.findall(r'<(?:link rel="modulepreload" href|script type="module" src)="static/(\w+\.js)"', head)
+    assert sorted(named) == sorted(name for name in static_files() if name.endswith(".js"))
 
 
 def test_what_ships_is_what_its_hashes_say_and_nothing_sets_markup():

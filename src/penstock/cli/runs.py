@@ -210,13 +210,17 @@ def replay(
     """Make updates of a run again from its checkpoints and batches, and compare them with what the run recorded.
 
     Exit code 0: equal bit for bit (or changed by --set and --drop); 1: not equal; 2: they cannot be made again. Nothing
-    is written.
+    is written into the run: what was found goes to the user's cache, for the dashboard.
     """
     from penstock.overseer.rerun.replay import replay_updates
 
     _begin_again(run_dir, trust)
     report = replay_updates(run_dir, step, until, changes or (), drop or (), trust)
     print_report(report, json)
+    try:
+        report.keep()
+    except OSError as error:
+        print(f"penstock: the dashboard will not show this replay: {error}", file=sys.stderr)
     return report.exit_code
 
 

@@ -99,6 +99,7 @@ def joined(modules: dict[str, str]) -> str:
 _IMPORT = re.compile(r'^import (?P<what>\w+|\{[^}]*\}) from "\./(?P<file>[\w.]+)";$', re.MULTILINE)
 _DEFAULT = re.compile(r"^export \{ (\w+) as default \};$", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (?P<name>\w+))", re.MULTILINE)
+_PRELOAD = re.compile(r'^<link rel="modulepreload".*\n', re.MULTILINE)
 _NAMED = re.compile(r"^export (?:async )?(?:function|const|class) (\w+)", re.MULTILINE)
 
 
@@ -116,7 +117,7 @@ def _unwrapped(name: str, text: str, before: list[str]) -> tuple[str, list[str]]
 def _page(text: str) -> str:
     policy = f'<meta http-equiv="content-security-policy" content="{POLICY}">\n<title>'
     scripts = '<script defer src="data.js"></script>\n<script defer src="app.js"></script>'
-    text = text.replace('<script type="module" src="static/app.js"></script>', scripts)
+    text = _PRELOAD.sub("", text).replace('<script type="module" src="static/app.js"></script>', scripts)
     return text.replace("static/", "").replace("<title>", policy, 1)
 
 

@@ -128,6 +128,7 @@ def compare_page(runs: ObservedRuns, words: Mapping[str, str]) -> dict[str, Any]
     return {
         "a": a.name,
         "b": b.name,
+        "unread": [run.name for run in (a, b) if run.progress and not run.problem],
         "offered": offered,
         "chosen": chosen,
         "lessons": lessons,

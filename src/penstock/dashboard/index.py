@@ -288,9 +288,8 @@ class RunIndex:
         with self._writing() as cursor:
             found = cursor.execute("SELECT coalesce(max(part), 0) FROM parts").fetchone()
             first = int(found[0]) + 1 if found else 1
-            for part, name in enumerate(tables, first):
-                cursor.execute("DELETE FROM parts WHERE name = ?", [name])
-                cursor.execute("INSERT INTO parts VALUES (?, ?, ?)", [part, name, files[name]])
+            cursor.execute("DELETE FROM parts WHERE name IN (SELECT unnest(?))", [list(tables)])
+            _add_files(cursor, range(first, first + len(tables)), list(tables), files)
             numbers = [pa.array([part], pa.int32()).take(pa.array([0] * table.num_rows, pa.int32()))
                        for part, table in enumerate(tables.values(), first)]  # fmt: skip
             incoming = pa.concat_tables(tables.values()).append_column("part", pa.chunked_array(numbers, pa.int32()))
@@ -325,9 +324,8 @@ class RunIndex:
             if not tables:
                 continue
             with self._writing() as cursor:
-                for name, table in tables.items():
-                    step = table.column("step")[0].as_py() if table.num_rows else -1
-                    cursor.execute("INSERT INTO parts VALUES (?, ?, ?)", [-1 - step, name, files[name]])
+                steps = [table.column("step")[0].as_py() if table.num_rows else -1 for table in tables.values()]
+                _add_files(cursor, [-1 - step for step in steps], list(tables), files)
                 uses = pa.concat_tables(tables.values())
                 lives = zip(*(uses.column(name).to_pylist() for name in ("step", "lineage")), strict=True)
                 survives = pa.array([step < before.get(lineage, 0) for step, lineage in lives], pa.bool_())
@@ -421,6 +419,13 @@ def _connected(path: Path | None) -> duckdb.DuckDBPyConnection:
     raise duckdb.IOException(f"{path} cannot be made anew")
 
 
+def _add_files(
+    cursor: duckdb.DuckDBPyConnection, parts: Sequence[int], names: list[str], files: Mapping[str, int]
+) -> None:
+    sizes = [files[name] for name in names]
+    cursor.execute("INSERT INTO parts SELECT unnest(?), unnest(?), unnest(?)", [list(parts), names, sizes])
+
+
 def _note(cursor: duckdb.DuckDBPyConnection, key: str, value: str) -> None:
     cursor.execute("DELETE FROM about WHERE key = ?", [key])
     cursor.execute("INSERT INTO about VALUES (?, ?)", [key, value])
@@ -428,11 +433,12 @@ def _note(cursor: duckdb.DuckDBPyConnection, key: str, value: str) -> None:
 
 def _narrowed(file: pq.ParquetFile, name: str) -> pa.Table:
     """What the index keeps of a part."""
-    if schema_version(file.schema_arrow) == 0:
+    schema = file.schema_arrow  # made anew each time that it is asked for
+    if schema_version(schema) == 0:
         table = table_from_records(records_from_table(file.read(), Path(name).stem))
         timings, turns = iter(table.column("timings").chunks), iter(())
     else:
-        table = file.read(columns=[column for column in _NARROW if column in file.schema_arrow.names])
+        table = file.read(columns=[column for column in _NARROW if column in schema.names])
         timings, turns = _pieces(file, "timings"), _pieces(file, "turns.list.element.timings")
     count, have = table.num_rows, set(table.column_names)
 

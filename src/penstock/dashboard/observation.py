@@ -56,6 +56,7 @@ class ObservedRun:
         self.problem = ""
         self.progress = "not read yet"
         self.version = 0
+        self._was_read = False
         self.trust = trust
         self._cache = cache
         self._events: list[dict[str, Any]] = []
@@ -171,7 +172,9 @@ class ObservedRun:
             self._pieces = index.read_on()
         piece = next(self._pieces, None)
         if piece is None:
-            self._pieces, self.progress = None, ""
+            if self.progress and self._was_read:
+                self.version += 1
+            self._pieces, self.progress, self._was_read = None, "", True
             self.problem = next(iter(index.damaged.values()), "")
             return False
         left = f", {index.waiting} files to go" if index.waiting > 1 else ""
@@ -179,8 +182,10 @@ class ObservedRun:
         return True
 
     def _grown(self, words: str) -> None:
+        """Of a run that was read before, a page is drawn anew once all that is new is there, not for each piece."""
         self.progress = words
-        self.version += 1
+        if not self._was_read:
+            self.version += 1
 
     def _read_events(self) -> None:
         path = self.directory.events_path

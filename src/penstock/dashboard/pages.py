@@ -5,6 +5,7 @@ made printable on their way out (`safe`): what a model or a simulator wrote may 
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from penstock.dashboard.findings import (
 )
 from penstock.dashboard.index import AGE
 from penstock.dashboard.observation import ObservedRun, ObservedRuns
-from penstock.dashboard.rollout_pages import choices, group_list, group_page, moved_by, timeline
+from penstock.dashboard.rollout_pages import batches_of, choices, group_list, group_page, moved_by, timeline
 from penstock.dashboard.status import components, finite
 from penstock.rundir.commands import command_line
+from penstock.rundir.replayed_updates import KeptReplay, read_replays
 from penstock.text.safe_text import printable
-from penstock.types import ConfigError
+from penstock.types import ConfigError, RunDirectoryError
 from penstock.types.intervals import reward_interval, t_quantile
 
 MOST_POINTS = 2000
@@ -41,6 +43,8 @@ TROUBLES = ("component_death", "failure", "worker_failed", "group_failed", "simu
             "simulator_quarantined", "disk_full", "weights_differ")  # fmt: skip
 """Events that are counted beside a run's state."""
 _QUIET = ("compiled", "phase", "arithmetic", "simulator_started")
+HEADLINE = ("train/loss", "train/grad_norm")
+"""Of a replay shown first."""
 MOST_EVENTS = 400
 """Of a run page: the newest, without those of every start."""
 
@@ -233,12 +237,45 @@ def update_page(run: ObservedRun, step: int) -> dict[str, Any]:
         "step": step,
         "words": update_in_words(run, step),
         "moved": moved_by(run, step),
+        "replays": _replays(run, step),
         "groups": groups,
         "dropped": dropped,
         "numbers": numbers,
         "events": meanwhile(run, step)[:200],
         "commands": [command_line(verb, path, "--step", str(step)) for verb in ("why", "replay")],
     }
+
+
+def _replays(run: ObservedRun, step: int) -> list[dict[str, Any]]:
+    """What `penstock replay` found of an update, the newest first, in words and number by number."""
+    found: list[KeptReplay] = []
+    for batch_id in batches_of(run, step):
+        with suppress(RunDirectoryError):  # the next penstock replay takes its place
+            found += read_replays(run.directory, batch_id)
+    return [
+        {
+            "as": ", ".join([*one.changes, *(f"without {name}" for name in one.dropped)]) or "as it was",
+            "words": _replay_in_words(one),
+            "time": one.time,
+            "equal": not one.different and one.weights_equal is not False,
+            "numbers": [[name, one.stored.get(name), one.recomputed[name], name in one.different] for name in
+                        sorted(one.recomputed, key=lambda name: (name not in HEADLINE, name not in one.different))],
+        }
+        for one in sorted(found, key=lambda one: -one.time)
+    ]  # fmt: skip
+
+
+def _replay_in_words(replay: KeptReplay) -> str:
+    total, weights = len(replay.recomputed), replay.weights_equal
+    same = total - len(replay.different)
+    if replay.changes or replay.dropped:
+        return (
+            f"Made again from {replay.checkpoint} and changed: {len(replay.different)} of {total} numbers are others."
+        )
+    kept = {True: "; parameters and optimiser state are those of its checkpoint, bit for bit", None: "",
+            False: "; parameters or optimiser state are not those of its checkpoint"}[weights]  # fmt: skip
+    notes = f". Not as the run had it: {'; '.join(replay.notes)}" if replay.different and replay.notes else ""
+    return f"Made again from {replay.checkpoint}: {same} of {total} numbers equal bit for bit{kept}{notes}."
 
 
 def safe(value: Any) -> Any:

@@ -416,13 +416,18 @@ def _explained(
     }
 
 
+def batches_of(run: ObservedRun, step: int) -> list[str]:
+    """What an update trained on; several where a resume made it anew."""
+    rows = run.index.rows("SELECT name FROM parts WHERE part = ? AND starts_with(name, 'batches/')", [-step])
+    return [PurePosixPath(row["name"]).stem for row in rows]
+
+
 def moved_by(run: ObservedRun, step: int) -> list[dict[str, Any]]:
     """What `penstock why` found that rollouts did to an update, what moved it most first; nothing where not asked."""
-    parts = run.index.rows("SELECT name FROM parts WHERE part = ? AND starts_with(name, 'batches/')", [-step])
     found: dict[str, dict[str, float]] = {}
-    for row in parts:
+    for batch_id in batches_of(run, step):
         with suppress(RunDirectoryError, OSError):  # a group's page says what cannot be read
-            batch = read_rescored(run.directory, PurePosixPath(row["name"]).stem)
+            batch = read_rescored(run.directory, batch_id)
             found |= {name: dict(one.numbers) for name, one in batch.items() if one.numbers}
     most = sorted(found, key=lambda name: -found[name].get("moved", 0.0))[:MOST_MEMBERS]
     rows = run.index.rows(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         read_status,
     )
     from penstock.rundir.parquet import read_parquet, read_rows, write_parquet
+    from penstock.rundir.replayed_updates import KeptReplay, read_replays, write_replay
     from penstock.rundir.rescored_rows import RescoredRollout, read_rescored, write_rescored
     from penstock.rundir.rollout_rows import (
         ROLLOUT_SCHEMA,
@@ -49,6 +50,7 @@ _EXPORTS = {
     "FRAGMENT_SCHEMA": "fragment_rows",
     "FRAGMENT_USE_SCHEMA": "fragment_rows",
     "JsonLinesLog": "logs",
+    "KeptReplay": "replayed_updates",
     "MetricsLog": "logs",
     "QueryResult": "views",
     "ROLLOUT_SCHEMA": "rollout_rows",
@@ -63,6 +65,7 @@ _EXPORTS = {
     "read_metrics": "logs",
     "read_parquet": "parquet",
     "read_records": "rollout_rows",
+    "read_replays": "replayed_updates",
     "read_rescored": "rescored_rows",
     "read_rows": "parquet",
     "read_status": "logs",
@@ -79,17 +82,18 @@ _EXPORTS = {
     "write_examples": "example_rows",
     "write_parquet": "parquet",
     "write_records": "rollout_rows",
+    "write_replay": "replayed_updates",
     "write_rescored": "rescored_rows",
 }
 
 __all__ = [
     "EVALUATION_SCHEMA", "EXAMPLE_SCHEMA", "EventLog", "FRAGMENT_SCHEMA", "FRAGMENT_USE_SCHEMA", "JsonLinesLog",
-    "MetricsLog", "QueryResult", "ROLLOUT_SCHEMA", "RescoredRollout", "RunDirectory", "RunViews", "examples_from_table",
-    "fragments_from_table", "read_events", "read_examples", "read_json_lines", "read_metrics", "read_parquet",
-    "read_records", "read_rescored", "read_rows", "read_status", "records_from_table", "replaced_atomically",
-    "table_from_evaluation", "table_from_examples", "table_from_fragments", "table_from_records", "table_from_uses",
-    "uses_from_table", "write_atomically", "write_evaluation", "write_examples", "write_parquet", "write_records",
-    "write_rescored",
+    "KeptReplay", "MetricsLog", "QueryResult", "ROLLOUT_SCHEMA", "RescoredRollout", "RunDirectory", "RunViews",
+    "examples_from_table", "fragments_from_table", "read_events", "read_examples", "read_json_lines", "read_metrics",
+    "read_parquet", "read_records", "read_replays", "read_rescored", "read_rows", "read_status", "records_from_table",
+    "replaced_atomically", "table_from_evaluation", "table_from_examples", "table_from_fragments", "table_from_records",
+    "table_from_uses", "uses_from_table", "write_atomically", "write_evaluation", "write_examples", "write_parquet",
+    "write_records", "write_replay", "write_rescored",
 ]  # fmt: skip
 
 

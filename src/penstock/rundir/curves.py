@@ -141,7 +141,7 @@ def _blocks(steps: np.ndarray, values: np.ndarray, times: np.ndarray, points: in
     if not len(steps):
         return {"block": 1, "step": [], "time": [], "mean": []}
     block, numbers = 1, steps - steps[0]
-    while len(np.unique(numbers // block) if block > 1 else numbers) > points:
+    while np.count_nonzero(np.diff(numbers // block)) >= points:
         block *= 2
     if block == 1:
         return {"block": 1, "step": steps.tolist(), "time": _short(times, 3), "mean": _rounded(values)}

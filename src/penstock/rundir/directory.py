@@ -208,6 +208,11 @@ class RunDirectory:
             first = file.readline(4096)
         return hashlib.sha256(str(self.path.resolve()).encode() + b"\0" + first).hexdigest()[:24]
 
+    def cached(self, what: str, batch_id: str, ending: str) -> Path:
+        """Where something that was computed of one batch of it is kept in the user's cache, or would be."""
+        name = hashlib.sha256(f"{self.identity}/{batch_id}".encode()).hexdigest()[:24]
+        return cache_folder() / f"{what}-{name}.{ending}"
+
     @property
     def config_path(self) -> Path:
         """The resolved config."""

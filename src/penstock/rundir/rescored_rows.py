@@ -7,7 +7,6 @@ No run stores that, since it follows from checkpoints and batch files, and would
 the run and the batch; the dashboard colours tokens by it. Whoever deletes such a file can have it made again.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from penstock.rundir.directory import RunDirectory, cache_folder
+from penstock.rundir.directory import RunDirectory
 from penstock.rundir.parquet import (
     PAIRS,
     arrays_from_column,
@@ -63,8 +62,7 @@ class RescoredRollout:
 
 def rescored_path(directory: RunDirectory, batch_id: str) -> Path:
     """Where the numbers of a batch are kept, or would be."""
-    name = hashlib.sha256(f"{directory.identity}/{batch_id}".encode()).hexdigest()[:24]
-    return cache_folder() / f"tokens-{name}.parquet"
+    return directory.cached("tokens", batch_id, "parquet")
 
 
 def write_rescored(directory: RunDirectory, batch_id: str, rollouts: Sequence[RescoredRollout]) -> Path:

@@ -13,7 +13,7 @@ from rich.console import Console
 from penstock import cli
 from penstock.overseer.rerun.replay import ReplayedUpdate, replay_updates
 from penstock.overseer.rerun.stored_run import StoredRun
-from penstock.rundir import read_events, read_metrics
+from penstock.rundir import RunDirectory, read_events, read_metrics, read_replays
 from penstock.rundir.logs import read_json_lines
 from penstock.types import CheckpointError, ConfigError
 
@@ -160,7 +160,11 @@ def test_a_fragment_is_dropped_with_its_place_kept(runs: Path):
     assert update.recomputed["train/trained_steps"] == update.stored["train/trained_steps"] - 8
 
 
-def test_without_a_checkpoint_before_it_the_nearest_and_the_remedy_are_named(runs: Path, tmp_path: Path, capsys):
+def test_without_a_checkpoint_before_it_the_nearest_and_the_remedy_are_named(
+    runs: Path, tmp_path: Path, capsys, monkeypatch
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     run_dir = tmp_path / "run"
     shutil.copytree(runs / "sync", run_dir)
     shutil.rmtree(run_dir / "checkpoints" / "step-0")
@@ -171,12 +175,14 @@ def test_without_a_checkpoint_before_it_the_nearest_and_the_remedy_are_named(run
         "good\n"
     )
     assert cli.main(["replay", str(run_dir), "--step", "5"]) == 0
+    assert "the dashboard will not show this replay" in capsys.readouterr().err  # its cache is a file
     shutil.rmtree(run_dir / "checkpoints")
     with pytest.raises(CheckpointError, match="holds no checkpoint, so that update 3 cannot"):
         replay_updates(run_dir, 3)
 
 
-def test_a_batch_that_is_not_what_was_trained_is_found_out(runs: Path, tmp_path: Path, capsys):
+def test_a_batch_that_is_not_what_was_trained_is_found_out(runs: Path, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run_dir = tmp_path / "run"
     shutil.copytree(runs / "sync", run_dir)
     log = run_dir / "metrics.jsonl"
@@ -188,6 +194,10 @@ def test_a_batch_that_is_not_what_was_trained_is_found_out(runs: Path, tmp_path:
     assert cli.main(["replay", str(run_dir), "--step", "5", "--until", "6", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert not report["equal"] and [update["different"] for update in report["updates"]] == [["train/entropy"], []]
+    kept = [read_replays(RunDirectory(run_dir), each["batch_id"]) for each in report["updates"]]
+    assert [len(each) for each in kept] == [1, 1] and kept[0][0].different == ("train/entropy",)
+    assert kept[1][0].weights_equal and kept[1][0].stored == kept[1][0].recomputed == report["updates"][1]["recomputed"]
+    assert kept[0][0].recomputed == report["updates"][0]["recomputed"] != kept[0][0].stored
     assert cli.main(["replay", str(run_dir), "--step", "6"]) == 1  # update 5 is made on the way
     assert "on the way: updates 5–5, 5 not equal" in capsys.readouterr().out
 

@@ -97,7 +97,7 @@ function settings(lines, width, options, values, data) {
   });
   const positive = data.slice(1).every((column) => column.every((value) => value === null || value === undefined || value > 0));
   const axis = { stroke: color("quiet"), grid: { stroke: color("grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
-  const x = data[0], log = options.log && positive;
+  const x = data[0], log = options.log && positive, whole = x.every(Number.isInteger);
   const decades = (u, splits) => {
     const whole = splits.filter((split) => Math.abs(Math.log10(split) - Math.round(Math.log10(split))) < 1e-6);
     const every = Math.ceil(whole.length / 5);
@@ -112,11 +112,11 @@ function settings(lines, width, options, values, data) {
       y: log ? { distr: 3 } : { range: (u, low, high) => spread(low, high, options.zero) },
     },
     axes: [
-      { ...axis, size: 26, gap: 4, values: (u, ticks) => ticks.map((tick) => num(tick)) },
+      { ...axis, size: 26, gap: 4, values: (u, ticks) => ticks.map((tick) => (whole && !Number.isInteger(tick) ? "" : num(tick))) },
       { ...axis, size: 54, gap: 4, ...(log ? { filter: decades, grid: { ...axis.grid, filter: decades } } : {}), values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : log ? `1e${Math.round(Math.log10(tick))}`.replace("-", "−") : num(tick, told(ticks)))) },
     ],
     hooks: {
-      draw: [(u) => marksOn(u, options.marks || [])],
+      draw: [(u) => marksOn(u, options.marks || []), (u) => lines.filter((line) => line.points && line.low).forEach((line) => whiskersOn(u, line, color(PALETTE[(line.hue ?? lines.indexOf(line)) % PALETTE.length])))],
       setSelect: [(u) => {
         if (u.select.width < 4) return;
         const [low, high] = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")];
@@ -142,6 +142,25 @@ function spread(low, high, zero) {
   if (zero) low = Math.min(0, low);
   const room = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
   return [zero && low === 0 ? 0 : low - room, high + room];
+}
+
+/** The interval of each point, which of a single one no band shows. */
+function whiskersOn(u, line, stroke) {
+  const { ctx, bbox } = u;
+  ctx.save();
+  ctx.strokeStyle = stroke;
+  ctx.lineWidth = 1.5 * devicePixelRatio;
+  ctx.beginPath();
+  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+  ctx.clip();
+  ctx.beginPath();
+  line.x.forEach((step, index) => {
+    const x = u.valToPos(step, "x", true);
+    ctx.moveTo(x, u.valToPos(line.low[index], "y", true));
+    ctx.lineTo(x, u.valToPos(line.high[index], "y", true));
+  });
+  ctx.stroke();
+  ctx.restore();
 }
 
 /** Events as thin upright lines with a letter at the top. */

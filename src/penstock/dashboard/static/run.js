@@ -28,8 +28,6 @@ export async function runPage(main, run) {
   const scores = page.metrics.filter((name) => /^(train\/reward_mean|fleet\/.*\/reward_mean)$/.test(name));
   const held = page.metrics.filter((name) => /^(eval|eval_report)\/.*\/(reward_mean|return_mean)$/.test(name));
   const names = [...new Set([...scores, ...held, ...charts.flatMap(([, each]) => each), ...chosen])];
-  const rest = Promise.all([api(path(run, "reward")), api(path(run, "findings"))]);
-  rest.catch(() => {});  // told where it is waited for
   const { curves } = await api(path(run, "curves"), { names: names.join(","), points: 500, from: words.from, to: words.to });
   const marks = shownMarks(page.marks);
   const line = (name, options = {}) => ({ name: options.as || short(name), x: curves[name]?.step || [], y: curves[name]?.mean || [], low: curves[name]?.low, high: curves[name]?.high, block: curves[name]?.block, hue: options.hue });
@@ -39,13 +37,13 @@ export async function runPage(main, run) {
     headline(page, findings),
     h("div", { class: "head small" }, h("h2", {}, "Curves"), h("div", { class: "tools" }, zoomed, jump(run))),
     h("div", { class: "grid" },
-      reward ? [rewardChart(page, reward, curves, scores, words, marks), heldOutChart(page, reward, curves, held, words, marks)] : null,
+      [rewardChart(page, reward, curves, scores, words, marks), heldOutChart(page, reward, curves, held, words, marks)],
       charts.map(([title, each, options]) => chart(title, each.map((name) => line(name)), { ...options, marks: marks.filter(([, , kind]) => kind === "bad") })),
       chosen.map((name) => chart(name, [line(name, { as: name })], { marks }))),
     metricPicker(page.metrics, chosen),
     eventList(page));
-  if (!page.alive) draw(null, null);  // what is there soonest: intervals go through all rollouts
-  const [reward, { findings }] = await rest;
+  if (!page.alive) draw(null, null);  // reward from metrics.jsonl: its intervals go through all rollouts
+  const [reward, { findings }] = await Promise.all([api(path(run, "reward")), api(path(run, "findings"))]);
   draw(reward, findings);
 }
 
@@ -104,18 +102,20 @@ function within(words, step) {
   return (!words.from || step >= Number(words.from)) && (!words.to || step <= Number(words.to));
 }
 
+const READING = "Going through all rollouts …";
+
 function rewardChart(page, reward, curves, scores, words, marks) {
-  const rows = reward.trained.filter(([step]) => within(words, step));
+  const rows = reward?.trained.filter(([step]) => within(words, step)) ?? [];
   if (page.kind === "language" && rows.length) {
     const pooled = reward.block > 1 ? `each point pools ${reward.block} updates` : "each point is an update";
     return chart("Reward of what was trained", [{ name: "mean with 95% interval", x: rows.map((r) => r[0]), y: rows.map((r) => r[1]), low: rows.map((r) => r[2] ?? r[1]), high: rows.map((r) => r[3] ?? r[1]) }],
       { marks, note: `${pooled}; groups are the independent draws` });
   }
-  return chart("Reward", scores.map((name) => ({ name: short(name), x: curves[name].step, y: curves[name].mean, low: curves[name].low, high: curves[name].high, block: curves[name].block })), { marks });
+  return chart("Reward", scores.map((name) => ({ name: short(name), x: curves[name].step, y: curves[name].mean, low: curves[name].low, high: curves[name].high, block: curves[name].block })), { marks, empty: reward ? null : READING });
 }
 
 function heldOutChart(page, reward, curves, held, words, marks) {
-  const rows = reward.held_out.filter((row) => within(words, row.step));
+  const rows = reward?.held_out.filter((row) => within(words, row.step)) ?? [];
   const apart = (lesson) => held.some((name) => name.startsWith(`eval_report/${lesson}/`));
   for (const row of rows) if (!["eval", "micro_eval"].includes(row.evaluation) && apart(row.lesson)) row.lesson += " (report)";
   const lessons = [...new Set(rows.map((row) => row.lesson))];
@@ -126,7 +126,7 @@ function heldOutChart(page, reward, curves, held, words, marks) {
       return { name: lesson, points: true, x: all.map((r) => r.step), y: all.map((r) => r.mean), low: all.map((r) => r.low ?? r.mean), high: all.map((r) => r.high ?? r.mean) };
     }), { marks: marks.filter(([, , kind]) => kind === "bad"), note: "95% interval by problems" });
   }
-  return chart("Held-out reward", held.map((name) => ({ name: name.split("/")[1] + (name.startsWith("eval_report/") ? " (report)" : ""), points: true, x: curves[name].step, y: curves[name].mean })), { empty: page.alive ? "Nothing was evaluated yet." : "Nothing was evaluated.", marks: [] });
+  return chart("Held-out reward", held.map((name) => ({ name: name.split("/")[1] + (name.startsWith("eval_report/") ? " (report)" : ""), points: true, x: curves[name].step, y: curves[name].mean })), { empty: !reward ? READING : page.alive ? "Nothing was evaluated yet." : "Nothing was evaluated.", marks: [] });
 }
 
 function metricPicker(metrics, chosen) {
@@ -180,6 +180,16 @@ export async function ledgerPage(main, run) {
   box.append(sankey(flows, unit, ["lesson", "finish", "state"], hrefs, Math.max(560, Math.min(1240, box.clientWidth || 900))));
 }
 
+/** What `penstock replay` found of an update: stored and recomputed numbers, loss and gradient norm first. */
+function replayCard(run, step, replay) {
+  const exact = (value, digits = 9, plus = "") => (value === null ? "–" : (value > 0 ? plus : "") + String(Number(value.toPrecision(digits))).replaceAll("-", "−"));
+  const differs = (r) => (r[1] === null || r[2] === null ? "–" : r[3] ? exact(r[2] - r[1], 3, "+") : "equal");
+  return h("section", { class: "card" }, h("header", {}, h("h2", {}, "Replayed ", h("span", { class: `badge ${replay.equal ? "good" : replay.as === "as it was" ? "bad" : "calm"}` }, replay.as)),
+      exportTable(`${run}-replay-${step}`, ["metric", "stored", "recomputed", "equal"], replay.numbers.map((r) => [r[0], r[1], r[2], !r[3]]))),
+    h("p", {}, replay.words, " ", h("span", { class: "quiet" }, moment(replay.time))),
+    h("div", { class: "tall" }, table([["metric", (r) => r[0]], ["stored", (r) => exact(r[1]), "n"], ["recomputed", (r) => exact(r[2]), "n"], ["difference", differs, "n"]], replay.numbers, `Replayed ${replay.as}`)));
+}
+
 const MOVED = ["moved", "along", "gradient_norm", "inner_product", "staleness", "drift", "surprise", "reward", "advantage", "tokens"];
 const percent = (share) => `${(100 * share).toFixed(1)}%`;
 
@@ -196,7 +206,8 @@ export async function updatePage(main, run) {
     page.moved.length ? h("section", { class: "card" }, h("header", {}, h("h2", {}, "What moved it"), exportTable(`${run}-moved-${step}`, ["rollout", ...MOVED], page.moved.map((r) => [r.rollout_id, ...MOVED.map((name) => r[name])]))),
       h("p", { class: "note" }, "As penstock why found: how much of the update would be another without the rollout, its share of the update's length, how much likelier its tokens had become before it (drift, nats per token), and how unlikely they were (surprise)."),
       h("div", { class: "tall" }, table([["rollout", (r) => h("a", { href: link("group", run, { id: r.group_id }) }, r.rollout_id)], ["moved", (r) => percent(r.moved), "n"], ["share", (r) => percent(r.along), "n"], ["reward", (r) => fixed(r.reward), "n"], ["advantage", (r) => signed(r.advantage), "n"], ["tokens", (r) => num(r.tokens), "n"], ["versions old", (r) => num(r.staleness), "n"], ["drift", (r) => signed(r.drift, 3), "n"], ["surprise", (r) => fixed(r.surprise, 2), "n"]], page.moved, "What moved it"))) : null,
-    h("section", { class: "card" }, h("h2", {}, page.moved.length ? "What else would explain it" : "What would explain it"), h("p", { class: "note" }, "Gradients are not stored. These commands make the update again from the run's files, and say what each rollout did to it, or what another loss would have done. Nothing is written into the run; afterwards this page says what moved the update, and its groups' tokens have ratios and entropies."), page.commands.map(copyable)),
+    page.replays.map((replay) => replayCard(run, step, replay)),
+    h("section", { class: "card" }, h("h2", {}, page.moved.length || page.replays.length ? "What else would explain it" : "What would explain it"), h("p", { class: "note" }, "Gradients are not stored. These commands make the update again from the run's files, and say what each rollout did to it, or what another loss would have done. Nothing is written into the run; afterwards this page shows what they found, and its groups' tokens have ratios and entropies."), page.commands.map(copyable)),
     h("section", { class: "card" }, h("header", {}, h("h2", {}, "Numbers that are unlike the updates around it"), exportTable(`${run}-update-${step}`, ["metric", "value", "mean around", "deviations"], odd.map((r) => [r.name, r.value, r.mean, r.z]))),
       odd.length ? h("div", { class: "tall" }, table([["metric", (r) => h("a", { href: link("run", run, { m: r.name, from: Math.max(0, step - 50), to: step + 50 }) }, r.name)], ["value", (r) => num(r.value), "n"], ["mean of ±20 updates", (r) => num(r.mean), "n"], ["standard deviations off", (r) => r.z === null ? "–" : Number.isFinite(r.z) ? signed(r.z, 1) : "they are all alike", "n"]], odd, "Numbers")) : empty("There are no metrics of this update.")),
     h("section", { class: "card" }, h("h2", {}, "What it trained"), page.groups.length ? h("div", { class: "tall" }, table([

@@ -47,7 +47,7 @@ export async function comparePage(main) {
   main.replaceChildren(head);
   if (!words.a || !words.b) {
     main.append(empty("Choose two runs: their last evaluations are compared problem by problem, their curves drawn over each other."));
-    return;
+    return null;
   }
   const found = await api("compare", { a: words.a, b: words.b, at_a: words.at_a, at_b: words.at_b });
   const at = (side) => h("label", {}, `${found[side]} at `, h("select", { onchange: (event) => change({ [`at_${side}`]: event.target.value }) },
@@ -55,7 +55,7 @@ export async function comparePage(main) {
   const verdicts = found.lessons.map((lesson) => h("li", { class: lesson.verdict }, lesson.words));
   main.append(
     h("section", { class: "card" }, h("header", {}, h("h2", {}, "Held-out reward, paired by problem"), h("div", { class: "tools" }, at("a"), at("b"))),
-      found.lessons.length ? [h("ul", { class: "verdicts" }, verdicts), found.same_recipe ? h("p", { class: "caution" }, found.caution) : null, h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Differences with their intervals" }, intervals(found.lessons, found.a, found.b)),
+      found.unread.length ? h("p", { class: "note live-note" }, `Reading ${found.unread.join(" and ")} …`) : found.lessons.length ? [h("ul", { class: "verdicts" }, verdicts), found.same_recipe ? h("p", { class: "caution" }, found.caution) : null, h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Differences with their intervals" }, intervals(found.lessons, found.a, found.b)),
         table([["lesson", (l) => l.lesson], [`${found.b} − ${found.a}`, (l) => signed(l.difference), "n"], ["95% from", (l) => signed(l.low), "n"], ["to", (l) => signed(l.high), "n"],
           ["problems", (l) => num(l.problems), "n"], ["without a pair", (l) => num(l.unpaired), "n"], ["by chance", (l) => l.chance < 0.001 ? "< 0.001" : fixed(l.chance), "n"]], found.lessons, "Differences by lesson"),
         h("p", { class: "note" }, "By chance: how probable a difference as large, either way, is between policies that are equal.")]
@@ -65,6 +65,9 @@ export async function comparePage(main) {
   main.append(h("section", { class: "card" }, h("h2", {}, "Settings that differ"),
     found.settings.length ? table([["key", (row) => h("code", {}, row[0])], [found.a, (row) => row[1] ?? "–"], [found.b, (row) => row[2] ?? "–"]], found.settings, "Settings that differ")
       : empty("Their configurations are the same, seed included.")));
+  if (!found.unread.length) return null;
+  const again = setTimeout(() => dispatchEvent(new HashChangeEvent("hashchange")), 1000);
+  return { end: () => clearTimeout(again) };
 }
 
 /** Where one run is chosen and there is exactly one other, that is chosen, too. */

@@ -3,9 +3,11 @@
 As they were, they come out bit for bit: the same programs on the same batch, from the same parameters and optimiser
 state. With another loss (``--set``) or without some rollouts (``--drop``), from the update that was asked for on, the
 report shows what would have been. Numbers that are compared are all ``train/…`` that the learner computes; where a
-checkpoint of a version is there, its parameters and optimiser state are compared, too.
+checkpoint of a version is there, its parameters and optimiser state are compared, too. Nothing is written into the
+run; `ReplayReport.keep` leaves what was found in the user's cache, for the dashboard.
 """
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from penstock.overseer.rerun.stored_run import (
     ready_learner,
     without_fragments,
 )
+from penstock.rundir import KeptReplay, RunDirectory, write_replay
 from penstock.types import ConfigError, TrainingBatch
 
 HEADLINE = ("train/loss", "train/grad_norm")
@@ -39,12 +42,14 @@ class ReplayedUpdate:
         recomputed: The same names.
         weights_equal: Whether parameters and optimiser state are those of the version's checkpoint; None: there is
             none, or the update was changed.
+        batch_id: The batch that it trained on.
     """
 
     step: int
     stored: Mapping[str, float | None]
     recomputed: Mapping[str, float | None]
     weights_equal: bool | None = None
+    batch_id: str = ""
 
     @property
     def different(self) -> list[str]:
@@ -108,6 +113,19 @@ class ReplayReport:
             "updates": [{**asdict(update), "different": update.different} for update in self.updates],
             "notes": list(self.notes),
         }
+
+    def keep(self) -> None:
+        """Writes what was found of each update that was asked for where the dashboard shows it; see `KeptReplay`.
+
+        Raises:
+            OSError: the user's cache cannot be written.
+        """
+        for update in self.updates:
+            found = KeptReplay(
+                time.time(), self.checkpoint, update.stored, update.recomputed, tuple(update.different),
+                update.weights_equal, self.changes, self.dropped, self.notes,
+            )  # fmt: skip
+            write_replay(RunDirectory(self.run_dir), update.batch_id, found)
 
     def print(self, console: Console) -> None:
         """Prints a line per update, and of those that differ each number that does."""
@@ -269,6 +287,7 @@ class UpdateWalk:
             {name: update.metrics.get(name) for name in numbers},
             numbers,
             self._weights_equal(update.step) if exact else None,
+            update.stored.batch_id,
         )
 
     def _weights_equal(self, step: int) -> bool | None:
