@@ -38,7 +38,14 @@ RAGGED_ROWS, GROUPS, SAMPLES = 32, 8, 8
 SHORTEST_PROMPT, LONGEST_PROMPT, MEAN_ANSWER, LONGEST_ANSWER = 16, 256, 48, 256
 """Of the ragged load."""
 MODELS: dict[str, dict[str, int] | None] = {
-    "1M": {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 328, "num_hidden_layers": 3},
+    "1M": {
+        "vocab_size": 4096,
+        "hidden_size": 128,
+        "intermediate_size": 328,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,  # vLLM's Qwen2 knows heads of hidden_size / heads only
+    },
     "6M": {},
     "135M": None,
 }
