@@ -58,6 +58,15 @@ def test_a_run_that_goes_on_has_news_once_a_look_and_not_for_each_piece(tmp_path
     assert run.look() and run.look() and run.version == first and run.progress
     run.catch_up()
     assert run.version == first + 1 and not run.progress
+    metrics = MetricsLog(directory.metrics_path)
+    metrics.append(10, {"train/loss": 0.5})
+    metrics.close()
+    with directory.fates_path.open("a") as file:
+        file.write("no fate\n")
+    run.catch_up()
+    assert run.problem and run.version == first + 2  # what could be read is news, too
+    run.catch_up()
+    assert run.version == first + 2
     run.close()
 
 

@@ -56,7 +56,7 @@ class ObservedRun:
         self.problem = ""
         self.progress = "not read yet"
         self.version = 0
-        self._was_read = False
+        self._was_read = self._has_news = False
         self.trust = trust
         self._cache = cache
         self._events: list[dict[str, Any]] = []
@@ -149,6 +149,7 @@ class ObservedRun:
         except (*UNREADABLE, PenstockError, duckdb.Error) as error:  # the other runs are read on
             self.problem = " ".join(str(error).split())
             self._pieces = None
+            self._tell_news()
             return False
 
     def catch_up(self) -> None:
@@ -172,9 +173,8 @@ class ObservedRun:
             self._pieces = index.read_on()
         piece = next(self._pieces, None)
         if piece is None:
-            if self.progress and self._was_read:
-                self.version += 1
             self._pieces, self.progress, self._was_read = None, "", True
+            self._tell_news()
             self.problem = next(iter(index.damaged.values()), "")
             return False
         left = f", {index.waiting} files to go" if index.waiting > 1 else ""
@@ -183,9 +183,13 @@ class ObservedRun:
 
     def _grown(self, words: str) -> None:
         """Of a run that was read before, a page is drawn anew once all that is new is there, not for each piece."""
-        self.progress = words
+        self.progress, self._has_news = words, True
         if not self._was_read:
-            self.version += 1
+            self._tell_news()
+
+    def _tell_news(self) -> None:
+        self.version += self._has_news
+        self._has_news = False
 
     def _read_events(self) -> None:
         path = self.directory.events_path
