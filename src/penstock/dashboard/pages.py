@@ -24,7 +24,7 @@ from penstock.dashboard.observation import ObservedRun, ObservedRuns
 from penstock.dashboard.rollout_pages import batches_of, choices, group_list, group_page, moved_by, timeline
 from penstock.dashboard.status import components, finite
 from penstock.rundir.commands import command_line
-from penstock.rundir.replayed_updates import KeptReplay, read_replays
+from penstock.rundir.replayed_updates import HEADLINE, KeptReplay, read_replays
 from penstock.text.safe_text import printable
 from penstock.types import ConfigError, RunDirectoryError
 from penstock.types.intervals import reward_interval, t_quantile
@@ -43,8 +43,6 @@ TROUBLES = ("component_death", "failure", "worker_failed", "group_failed", "simu
             "simulator_quarantined", "disk_full", "weights_differ")  # fmt: skip
 """Events that are counted beside a run's state."""
 _QUIET = ("compiled", "phase", "arithmetic", "simulator_started")
-HEADLINE = ("train/loss", "train/grad_norm")
-"""Of a replay shown first."""
 MOST_EVENTS = 400
 """Of a run page: the newest, without those of every start."""
 

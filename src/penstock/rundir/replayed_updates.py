@@ -16,6 +16,8 @@ from penstock.rundir.storage import write_atomically
 from penstock.types import RunDirectoryError
 
 MOST_KEPT = 12
+HEADLINE = ("train/loss", "train/grad_norm")
+"""Numbers of an update that are shown first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,8 @@ from penstock.overseer.rerun.stored_run import (
     without_fragments,
 )
 from penstock.rundir import KeptReplay, RunDirectory, write_replay
+from penstock.rundir.replayed_updates import HEADLINE
 from penstock.types import ConfigError, TrainingBatch
-
-HEADLINE = ("train/loss", "train/grad_norm")
-"""Shown of every update."""
 
 
 @dataclass(frozen=True, slots=True)
