@@ -11,7 +11,7 @@ filters that were not asked before, the longest frame while a list scrolls, and 
 a machine with other work the server's processor seconds, printed beside, say more than the clock. Without a browser
 (extra `dashboard-test` and chromium) what needs one is left out, and said. Exits with 1 where a mark is missed.
 
-    python -m benchmarks.dashboard --pace [--rounds 15] [--seconds 20] [--folder FOLDER]
+    python -m benchmarks.dashboard --pace [--rounds 15] [--seconds 30] [--folder FOLDER]
 
 How much slower a training run is while its page is open: `penstock train cats`, with a learning rate so small that its
 answers stay what they are, and synchronous, for an asynchronous run's updates come in bursts (the time between two
@@ -426,7 +426,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pace", action="store_true", help="how much slower a run is while its page is open")
     parser.add_argument("--rounds", type=int, default=15, help="of --pace; at least 2")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of --pace: of a window, of which a round has two")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of --pace: of a window, of which a round has two")
     parser.add_argument("--rollouts", type=int, default=1_000_000)
     parser.add_argument("--updates", type=int, default=50_000)
     parser.add_argument("--metrics", type=int, default=200)

@@ -177,6 +177,25 @@ def test_large_parts_are_entered_one_by_one_and_small_ones_together(directory, m
     assert portions() == ["1 files of rollouts"] * 3
 
 
+@pytest.mark.parametrize("rows_at_once", [1, 4, module.ROWS])
+def test_of_a_rollout_in_two_new_parts_the_later_counts(directory, index, monkeypatch, rows_at_once):
+    """Parts of up to `ROWS` are worked out together, larger ones on their own: what is kept is the same."""
+    whole = "SELECT group_id, r.* EXCLUDE (part, g), p.name FROM rollouts r JOIN groups USING (g) JOIN parts p USING "
+    whole += "(part) WHERE evaluation IS NULL ORDER BY group_id, position"
+    before = index.rows(whole)
+    table = table_from_records(group("cats-0-0", [("dog", 0.0), ("cat cat", 0.25), ("cat", 1.0), ("cat", 1.0)]))
+    write_parquet(directory.rollouts / "part-z.parquet", table)  # sorted behind the part that has them with 0.5
+    monkeypatch.setattr(module, "ROWS", rows_at_once)
+    anew = RunIndex(directory, None)
+    read(anew)
+    found = anew.rows(whole)
+    anew.close()
+    own = [row for row in found if row["group_id"] == "cats-0-0"]
+    assert [row["reward"] for row in own] == [0.0, 0.25, 1.0, 1.0]
+    assert {row["name"] for row in own} == {"rollouts/part-z.parquet"}
+    assert [row for row in found if row["group_id"] != "cats-0-0"] == [r for r in before if r["group_id"] != "cats-0-0"]
+
+
 def test_what_has_expired_keeps_its_row_without_a_place(index, directory):
     (directory.rollouts / "part-a.parquet").unlink()
     read(index)

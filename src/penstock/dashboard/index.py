@@ -15,7 +15,7 @@ called from any.
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from penstock.rundir.directory import RunDirectory
 from penstock.rundir.live_files import UNREADABLE, open_run_storage, opened_part
-from penstock.rundir.parquet import replaced_names, schema_version
+from penstock.rundir.parquet import PAIRS, replaced_names, schema_version
 from penstock.rundir.rollout_rows import records_from_table, table_from_records
 from penstock.rundir.storage import LocalStorage, Storage
 from penstock.rundir.views import FATE_SCHEMA, TICKET_SCHEMA, horizons, read_log_block
@@ -80,7 +80,7 @@ SELECT (SELECT coalesce(max(g), -1) FROM groups) + row_number() OVER (ORDER BY p
        evaluation, NULL, NULL
 FROM (SELECT group_id, any_value(lesson) AS lesson, any_value(problem) AS problem, any_value(evaluation) AS evaluation,
              min(part) AS part, min(row) AS row
-      FROM incoming WHERE group_id NOT IN (SELECT group_id FROM groups) GROUP BY group_id)
+      FROM incoming WHERE NOT EXISTS (FROM groups old WHERE old.group_id = incoming.group_id) GROUP BY group_id)
 """
 _KNOWN_GROUPS = """
 UPDATE groups SET lesson = i.lesson, problem = i.problem, evaluation = i.evaluation
@@ -88,11 +88,8 @@ FROM (SELECT group_id, any_value(lesson) AS lesson, any_value(problem) AS proble
       FROM incoming GROUP BY group_id) i
 WHERE groups.group_id = i.group_id AND groups.problem IS NULL
 """
-# Of a rollout in a merged part and in one that it replaces, the later counts.
 _NUMBERED = """
-CREATE OR REPLACE TEMP TABLE numbered AS
-SELECT g.g, i.* FROM incoming i JOIN groups g USING (group_id)
-QUALIFY row_number() OVER (PARTITION BY g.g, i.position ORDER BY i.part DESC) = 1
+CREATE OR REPLACE TEMP TABLE numbered AS SELECT g.g, i.* FROM incoming i JOIN groups g USING (group_id)
 """
 _KNOWN_ROWS = f"""
 UPDATE rollouts SET reward = n.reward, tokens = n.tokens, weight_step = n.weight_step, newest = n.newest,
@@ -121,7 +118,8 @@ FROM (SELECT rollout_id, arg_max(fate, line) AS fate, arg_max(time, line) AS tim
 INSERT INTO groups
 SELECT (SELECT coalesce(max(g), -1) FROM groups) + row_number() OVER (ORDER BY group_id), group_id,
        regexp_replace(group_id, '-[0-9]+-[0-9]+$', ''), NULL, NULL, NULL, NULL
-FROM (SELECT DISTINCT group_id FROM decided WHERE group_id NOT IN (SELECT group_id FROM groups))
+FROM (SELECT DISTINCT group_id FROM decided
+      WHERE NOT EXISTS (FROM groups old WHERE old.group_id = decided.group_id))
 """,
     """
 UPDATE rollouts SET state = nullif(d.fate, 'waiting'), step = CASE WHEN d.fate <> 'waiting' THEN d.met END,
@@ -145,7 +143,7 @@ SELECT (SELECT coalesce(max(g), -1) FROM groups) + row_number() OVER (ORDER BY t
        NULL, NULL, time, deadline_step
 FROM (SELECT ticket_id AS group_id, any_value(lesson_id) AS lesson_id, min(time) AS time,
              max(deadline_step) AS deadline_step
-      FROM tickets GROUP BY 1) WHERE group_id NOT IN (SELECT group_id FROM groups)
+      FROM tickets GROUP BY 1) new WHERE NOT EXISTS (FROM groups old WHERE old.group_id = new.group_id)
 """,
     """
 UPDATE groups SET admitted = t.time, deadline = t.deadline_step
@@ -166,10 +164,18 @@ FROM (SELECT g.g, u.* FROM used u JOIN groups g USING (group_id)) u
 WHERE rollouts.g = u.g AND rollouts.position = u.position
 """,
 )
-_NARROW = (
-    "rollout_id", "group_id", "group_key", "lesson_id", "task", "worker_id", "timestamp", "lineage", "weight_step",
-    "newest_weight_step", "episode_reward", "finish_reason", "response_mask", "steps", "evaluation",
-)  # fmt: skip
+_PLAIN = {
+    "group_id": ("group_id", pa.string()), "rollout_id": ("rollout_id", pa.string()),
+    "group_key": ("group_key", pa.string()), "evaluation": ("evaluation", pa.string()),
+    "reward": ("episode_reward", pa.float32()), "weight_step": ("weight_step", pa.int32()),
+    "newest": ("newest_weight_step", pa.int32()), "lineage": ("lineage", pa.int16()),
+    "time": ("timestamp", pa.float64()), "worker": ("worker_id", pa.string()), "finish": ("finish_reason", pa.string()),
+}  # fmt: skip
+"""Columns that are kept as a part has them, by their names here."""
+_NARROW = (*(stored for stored, _ in _PLAIN.values()), "lesson_id", "task", "response_mask", "steps")
+_SPENT = {"timings": "timings", "turns": "turns.list.element.timings"}
+"""Columns of what rollouts took, and what of them is read."""
+_TURNS = pa.list_(pa.struct([("timings", PAIRS)]))
 
 
 class RunIndex:
@@ -256,16 +262,16 @@ class RunIndex:
         new = [name for name in files if name not in known] + changed
         for names in _portions(sorted(new), files):
             self.waiting = len(new)
-            tables: dict[str, pa.Table] = {}
+            found: dict[str, pa.Table] = {}
             for name in names:
                 new.remove(name)
-                read = self._read(storage, name, lambda file, name=name: (_narrowed(file, name), file.schema_arrow))
+                read = self._read(storage, name, lambda file, name=name: (_kept(file, name), file.schema_arrow))
                 if read is not None:
-                    tables[name] = read[0]
+                    found[name] = read[0]
                     gone += [f"{folder}/{old}" for old in replaced_names(read[1])]
-            if tables:
-                self._add_parts(tables, files)
-                yield f"{len(tables)} files of {folder}"
+            if found:
+                self._add_parts(found, files)
+                yield f"{len(found)} files of {folder}"
         self.waiting = 0
         if gone:
             self._change("UPDATE rollouts SET part = NULL WHERE part IN (SELECT part FROM parts WHERE name IN "
@@ -284,16 +290,13 @@ class RunIndex:
             self.damaged[name] = str(error)
             return None
 
-    def _add_parts(self, tables: dict[str, pa.Table], files: Mapping[str, int]) -> None:
+    def _add_parts(self, found: Mapping[str, pa.Table], files: Mapping[str, int]) -> None:
         with self._writing() as cursor:
-            found = cursor.execute("SELECT coalesce(max(part), 0) FROM parts").fetchone()
-            first = int(found[0]) + 1 if found else 1
-            cursor.execute("DELETE FROM parts WHERE name IN (SELECT unnest(?))", [list(tables)])
-            _add_files(cursor, range(first, first + len(tables)), list(tables), files)
-            numbers = [pa.array([part], pa.int32()).take(pa.array([0] * table.num_rows, pa.int32()))
-                       for part, table in enumerate(tables.values(), first)]  # fmt: skip
-            incoming = pa.concat_tables(tables.values()).append_column("part", pa.chunked_array(numbers, pa.int32()))
-            cursor.register("incoming", incoming)
+            highest = cursor.execute("SELECT coalesce(max(part), 0) FROM parts").fetchone()
+            first = int(highest[0]) + 1 if highest else 1
+            cursor.execute("DELETE FROM parts WHERE name IN (SELECT unnest(?))", [list(found)])
+            _add_files(cursor, range(first, first + len(found)), list(found), files)
+            cursor.register("incoming", _joined(found.values(), first))
             for sql in (_NEW_GROUPS, _KNOWN_GROUPS, _NUMBERED, _KNOWN_ROWS, _NEW_ROWS):
                 cursor.execute(sql)
             cursor.unregister("incoming")
@@ -326,7 +329,7 @@ class RunIndex:
             with self._writing() as cursor:
                 steps = [table.column("step")[0].as_py() if table.num_rows else -1 for table in tables.values()]
                 _add_files(cursor, [-1 - step for step in steps], list(tables), files)
-                uses = pa.concat_tables(tables.values())
+                uses = _by_rollout(pa.concat_tables(tables.values()))
                 lives = zip(*(uses.column(name).to_pylist() for name in ("step", "lineage")), strict=True)
                 survives = pa.array([step < before.get(lineage, 0) for step, lineage in lives], pa.bool_())
                 cursor.register("uses", uses.filter(survives))
@@ -431,67 +434,80 @@ def _note(cursor: duckdb.DuckDBPyConnection, key: str, value: str) -> None:
     cursor.execute("INSERT INTO about VALUES (?, ?)", [key, value])
 
 
-def _narrowed(file: pq.ParquetFile, name: str) -> pa.Table:
-    """What the index keeps of a part."""
+def _kept(file: pq.ParquetFile, name: str) -> pa.Table:
+    """What the index keeps of a part; of a small one what that is worked out from, for many of them are so at once."""
     schema = file.schema_arrow  # made anew each time that it is asked for
-    if schema_version(schema) == 0:
-        table = table_from_records(records_from_table(file.read(), Path(name).stem))
-        timings, turns = iter(table.column("timings").chunks), iter(())
+    is_old, is_small = schema_version(schema) == 0, file.metadata.num_rows <= ROWS
+    if is_old:
+        table = table_from_records(records_from_table(file.read(), Path(name).stem)).drop_columns("turns")
     else:
-        table = file.read(columns=[column for column in _NARROW if column in schema.names])
-        timings, turns = _pieces(file, "timings"), _pieces(file, "turns.list.element.timings")
+        table = file.read(columns=[*_NARROW, *(_SPENT.values() if is_small else ())], use_threads=False)
     count, have = table.num_rows, set(table.column_names)
 
     def column(name: str, kind: pa.DataType) -> pa.ChunkedArray:
         return table.column(name).cast(kind) if name in have else pa.chunked_array([pa.nulls(count, kind)])
 
-    lengths = (
-        pc.list_value_length(table.column("response_mask")) if "response_mask" in have else column("steps", pa.int32())
-    )
-    lesson = column("lesson_id" if "lesson_id" in have else "task", pa.string())
-    return pa.table(
-        {
-            "group_id": column("group_id", pa.string()),
-            "position": _positions(table.column("rollout_id")),
-            "lesson": lesson,
-            "problem": _problems(table.column("group_key")),
-            "evaluation": column("evaluation", pa.string()),
-            "reward": column("episode_reward", pa.float32()),
-            "tokens": lengths,
-            "weight_step": column("weight_step", pa.int32()),
-            "newest": column("newest_weight_step", pa.int32()),
-            "lineage": column("lineage", pa.int16()),
-            "time": column("timestamp", pa.float64()),
-            **_seconds(count, timings),
-            "turns": _turns(count, turns),
-            "worker": column("worker_id", pa.string()),
-            "finish": column("finish_reason", pa.string()),
-            "row": pa.array(range(count), pa.int32()),
-        }
-    )
+    plain = {name: column(stored, kind) for name, (stored, kind) in _PLAIN.items()}
+    plain["lesson"] = column("lesson_id" if "lesson_id" in have else "task", pa.string())
+    of_answers = "response_mask" in have
+    plain["tokens"] = pc.list_value_length(table.column("response_mask")) if of_answers else column("steps", pa.int32())
+    plain["row"] = pa.array(range(count), pa.int32())
+    if is_old or is_small:
+        plain |= {"timings": column("timings", PAIRS), "turns": column("turns", _TURNS)}
+    kept = pa.table(plain)
+    kept.validate(full=True)
+    return kept if is_old or is_small else _worked_out(kept, _pieces(file, "timings"), _pieces(file, "turns"))
+
+
+def _joined(tables: Iterable[pa.Table], first_part: int) -> pa.Table:
+    """Rows for `rollouts` of what was `_kept` of parts with numbers from `first_part` on.
+
+    Of a rollout in a merged part and in one that it replaces, the later counts.
+    """
+    numbered = [table.append_column("part", pa.repeat(pa.scalar(part, pa.int32()), table.num_rows))
+                for part, table in enumerate(tables, first_part)]  # fmt: skip
+    small = [table for table in numbered if "timings" in table.column_names]
+    made = [table for table in numbered if "timings" not in table.column_names]
+    if small:
+        whole = pa.concat_tables(small).combine_chunks()
+        made.append(_worked_out(whole, *(iter(whole.column(name).chunks) for name in _SPENT)))
+    joined = pa.concat_tables(table.select(made[0].column_names) for table in made)
+    groups = joined.column("group_id").combine_chunks().dictionary_encode().indices.to_numpy()
+    keys = groups.astype(np.int64) << 32 | joined.column("position").to_numpy()
+    order = np.lexsort((joined.column("part").to_numpy(), keys))
+    is_latest = np.append(np.diff(keys[order]) != 0, True)
+    return joined if is_latest.all() else joined.take(order[is_latest])
+
+
+def _worked_out(table: pa.Table, timings: Iterator[pa.MapArray], turns: Iterator[pa.ListArray]) -> pa.Table:
+    """With the columns that are not stored as the index has them, in place of those that they follow from."""
+    made = {
+        "position": _positions(table.column("rollout_id")),
+        "problem": _problems(table.column("group_key")),
+        **_seconds(table.num_rows, timings),
+        "turns": _turns(table.num_rows, turns),
+    }
+    kept = {name: table.column(name) for name in table.column_names if name not in (*_SPENT, "rollout_id", "group_key")}
+    return pa.table({**kept, **made})
 
 
 def _uses(file: pq.ParquetFile) -> pa.Table:
-    """Which rollouts an update trained, and with which advantage."""
-    names = file.schema_arrow.names
-    table = file.read(
-        columns=[name for name in ("step", "lineage", "rollout_ids", "rollout_advantage") if name in names]
-    )
-    ids = table.column("rollout_ids").combine_chunks()
+    """What the index keeps of a batch: by row, the rollouts that an update trained, and with which advantage."""
+    kinds = {"step": pa.int32(), "lineage": pa.int32(), "rollout_ids": pa.list_(pa.string())}
+    kinds["rollout_advantage"] = pa.float32()
+    found = file.read(columns=list(kinds), use_threads=False)
+    count, have = found.num_rows, found.column_names
+    table = pa.table({n: found.column(n).cast(k) if n in have else pa.nulls(count, k) for n, k in kinds.items()})
+    table.validate(full=True)
+    return table
+
+
+def _by_rollout(uses: pa.Table) -> pa.Table:
+    """A row for each rollout of them."""
+    ids = uses.column("rollout_ids").combine_chunks()
     parents = pc.list_parent_indices(ids)
-    advantage = (
-        table.column("rollout_advantage").cast(pa.float32()).take(parents)
-        if "rollout_advantage" in table.column_names
-        else pa.nulls(len(parents), pa.float32())
-    )
-    return pa.table(
-        {
-            "rollout_id": pc.list_flatten(ids),
-            "step": table.column("step").cast(pa.int32()).take(parents),
-            "lineage": table.column("lineage").cast(pa.int32()).take(parents),
-            "advantage": advantage,
-        }
-    )
+    flat = {name: uses.column(name).take(parents) for name in ("step", "lineage", "rollout_advantage")}
+    return pa.table({"rollout_id": pc.list_flatten(ids), **flat}).rename_columns({"rollout_advantage": "advantage"})
 
 
 def _portions(names: list[str], files: Mapping[str, int]) -> Iterator[list[str]]:
@@ -513,11 +529,11 @@ def _positions(ids: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.fill_null(found.cast(pa.int32()), 0)
 
 
-def _pieces(file: pq.ParquetFile, column: str) -> Iterator[pa.Array]:
-    """A column in pieces of `ROWS`; none where the file has no such column."""
+def _pieces(file: pq.ParquetFile, name: str) -> Iterator[pa.Array]:
+    """A column of `_SPENT` in pieces of `ROWS`; none where the file has no such column."""
     leaves = (file.schema.column(number).path for number in range(len(file.schema)))
-    if any(leaf.startswith(f"{column}.") for leaf in leaves):
-        yield from (batch.column(0) for batch in file.iter_batches(ROWS, columns=[column]))
+    if any(leaf.startswith(f"{_SPENT[name]}.") for leaf in leaves):
+        yield from (batch.column(0) for batch in file.iter_batches(ROWS, columns=[_SPENT[name]]))
 
 
 def _seconds(count: int, pieces: Iterator[pa.MapArray]) -> dict[str, pa.Array]:
