@@ -249,6 +249,7 @@ def test_where_another_has_the_file_open_it_is_made_in_memory(directory, tmp_pat
     monkeypatch.setattr(module, "_connected", locked)
     index = RunIndex(directory, tmp_path)
     assert index.where.startswith("in memory (") and "lock" in index.where
+    assert index.rows("SELECT current_setting('memory_limit') AS most") == [{"most": "3.7 GiB"}]  # it has nothing else
     assert read(index)
     index.close()
 

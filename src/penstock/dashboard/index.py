@@ -41,12 +41,13 @@ VERSION = 3
 """Of the tables below; an index of another version is made again."""
 LOG_BYTES = 4 << 20
 """So much of a log is read at once."""
-FILES = 64
+FILES = 256
 """At most so many files are entered at once."""
 PORTION_BYTES = 4 << 20
 ROWS = 4096
 """Of a part whose timings are read at once: as they are stored they take more memory than all that is kept."""
-MEMORY = "80MB"
+MEMORY, IN_MEMORY = "80MB", "4GB"
+"""What DuckDB may hold of an index that has a file, and of one that has none."""
 THREADS = 2
 
 STAGES = {
@@ -404,7 +405,7 @@ def _connected(path: Path | None) -> duckdb.DuckDBPyConnection:
                 raise
             path.unlink()
             continue
-        connection.execute(f"SET memory_limit = '{MEMORY}'; SET threads = {THREADS}")
+        connection.execute(f"SET memory_limit = '{MEMORY if path else IN_MEMORY}'; SET threads = {THREADS}")
         spill = "" if path is None else f"{path}.spill".replace("'", "''")  # used by queries of very many rows
         connection.execute(f"SET temp_directory = '{spill}'; SET max_temp_directory_size = '2GB'")
         connection.execute("SET enable_external_access = false; SET python_enable_replacements = false")
