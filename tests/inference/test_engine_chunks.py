@@ -26,23 +26,32 @@ def answers(futures):
 
 
 @pytest.fixture
-def watched(start_engine, decoder, chunked, monkeypatch):
-    """An engine, and what its device does, in order: ("extend", slot, start) and ("decode", live slots)."""
-    engine, done = start_engine(decoder, chunked), []
-    runner = engine._batch._runner
-    extend, decode = runner.extend, runner.decode
+def watched_engine(start_engine, decoder, monkeypatch):
+    """Starts an engine, and tells what its device does, in order: ("extend", slot, start), ("decode", live slots)."""
 
-    def extending(tokens, slot, start):
-        done.append(("extend", slot, start))
-        extend(tokens, slot, start)
+    def start(config):
+        engine, done = start_engine(decoder, config), []
+        runner = engine._batch._runner
+        extend, decode = runner.extend, runner.decode
 
-    def decoding(rows, alternatives):
-        done.append(("decode", np.flatnonzero(rows["budget"]).tolist()))
-        return decode(rows, alternatives)
+        def extending(tokens, slot, start):
+            done.append(("extend", slot, start))
+            extend(tokens, slot, start)
 
-    monkeypatch.setattr(runner, "extend", extending)
-    monkeypatch.setattr(runner, "decode", decoding)
-    return engine, done
+        def decoding(rows, alternatives):
+            done.append(("decode", np.flatnonzero(rows["budget"]).tolist()))
+            return decode(rows, alternatives)
+
+        monkeypatch.setattr(runner, "extend", extending)
+        monkeypatch.setattr(runner, "decode", decoding)
+        return engine, done
+
+    return start
+
+
+@pytest.fixture
+def watched(watched_engine, chunked):
+    return watched_engine(chunked)
 
 
 def test_chunks_give_what_whole_prefill_gives(start_engine, decoder, chunked, config):
@@ -62,11 +71,20 @@ def test_chunks_give_what_whole_prefill_gives(start_engine, decoder, chunked, co
 
 def test_others_go_on_between_the_chunks_and_siblings_begin_together(watched):
     engine, done = watched
-    assert len(answers(engine.submit([request(5, 20), request(50, 4, n=2, seed=3)]))) == 3
+    assert len(answers(engine.submit([request(5, 20, n=2), request(50, 4, n=2, seed=3)]))) == 4
     assert done[:8] == [
-        ("extend", 1, 0), ("decode", [0]), ("extend", 1, 16), ("decode", [0]), ("extend", 1, 32), ("decode", [0]),
-        ("extend", 1, 48), ("decode", [0, 1, 2]),
+        ("extend", 2, 0), ("decode", [0, 1]), ("extend", 2, 16), ("decode", [0, 1]), ("extend", 2, 32),
+        ("decode", [0, 1]), ("extend", 2, 48), ("decode", [0, 1, 2, 3]),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("at_once", "chunks"), [(64, [4, 0, 0]), (32, [2, 2, 0]), (8, [1, 1, 1])])
+def test_several_chunks_go_at_once_where_fewer_go_on_than_wait(chunked, at_once, chunks, watched_engine):
+    engine, done = watched_engine(chunked.model_copy(update={"prefill_tokens": at_once}))
+    assert len(answers(engine.submit([request(5, 20), request(50, 4, n=2, seed=3)]))) == 3
+    kinds = [kind for kind, *_ in done]
+    dispatches = [number for number, kind in enumerate(kinds) if kind == "decode"]
+    assert np.diff([-1, *dispatches[:3]]).tolist() == [1 + count for count in chunks]
 
 
 def test_a_prompt_that_is_there_by_chunks_is_shared(watched):
@@ -90,7 +108,7 @@ def test_a_cancelled_first_sibling_leaves_the_prompt_to_the_next(watched, start_
 
     monkeypatch.setattr(batch._runner, "extend", cancelling)
     with engine._changed:
-        futures = engine.submit([one, other, request(5, 30)])
+        futures = engine.submit([one, other, request(5, 30, n=2)])
     found = futures[1].result(WAIT_S)[0]
     assert cancelled == [True]
     assert [each[1:] for each in done if each[0] == "extend"] == [(0, 0), (0, 16), (1, 0), (1, 16), (1, 32), (1, 48)]

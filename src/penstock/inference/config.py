@@ -38,8 +38,9 @@ class EngineConfig(BaseModel):
         prefill_rows: Most prompts in one prefill.
         prefill_tokens: Most padded tokens in one prefill, so that long prompts go in fewer rows.
         prefill_chunk: Tokens of a long prompt that are prefilled between two dispatches, so that others go on
-            meanwhile; one that would be padded to at most twice as many is prefilled whole. On one CPU; other devices
-            prefill every prompt whole. What is added to a prompt whose beginning is cached goes in as many at a time,
+            meanwhile (up to `prefill_tokens` where more responses wait for long prompts than go on); one that would be
+            padded to at most twice as many is prefilled whole. On one CPU; other devices prefill every prompt whole.
+            What is added to a prompt whose beginning is cached goes in as many at a time,
             or, at its end, in a quarter of them. Texts that are scored (`InferenceEngine.score`) go in halves of
             it everywhere: each of their tokens costs its scores, too.
         prefill_lengths: Lengths that prompts are padded to, ascending; None chooses powers of four up to half of the

@@ -258,7 +258,10 @@ def decode(
         alternatives: How many of the most probable tokens are recorded at each step.
         truncated: As of `sample`.
     """
-    count = rows.tokens.shape[0]
+    count, config = rows.tokens.shape[0], weights.ends.config
+    # Of all steps before the first: in a step XLA would compute the angles again for each layer.
+    ahead = rows.positions + jnp.arange(steps, dtype=jnp.int32)[:, None]
+    tables = tables_of(config, ahead)
     reach = jnp.where(rows.budget > 0, rows.positions + jnp.minimum(rows.budget, steps), 0)
     pages = Pages.of(reach, cache.window, cache.slots) if kernel == "pages" else None
 
@@ -268,7 +271,8 @@ def decode(
     def advance(progress: _Progress) -> _Progress:
         positions = rows.positions + progress.emitted.count
         now = rows._replace(tokens=progress.tokens, positions=positions)
-        cache, logits = decode_step(weights, progress.cache, now, progress.live, pages)
+        here = jax.tree.map(lambda table: table[progress.step], tables)  # a live row has taken every step so far
+        cache, logits = decode_step(weights, progress.cache, now, progress.live, here, pages)
         noise = uniforms(rows.seeds, positions)
         found = sample(logits, noise, **rows.sampling, alternatives=alternatives, truncated=truncated)
         return _record(progress, cache, rows, *found)
@@ -306,8 +310,22 @@ def _record(
     return _Progress(step + 1, cache, tokens, written, progress.live & ~stopped & (count < rows.budget))
 
 
+Tables = Mapping[int | None, tuple[Array, Array]]
+"""By attention window: cosines and sines [..., half] of the positions at hand."""
+
+
+def tables_of(config: ModelConfig, positions: Int32[Array, "*shape"]) -> Tables:
+    """`rotary_tables` of each attention window that a layer has."""
+    return {window: rotary_tables(config, positions, window) for window in dict.fromkeys(config.windows)}
+
+
 def decode_step(
-    weights: ServedWeights, cache: KVCache, rows: SlotRows, live: Bool[Array, " rows"], pages: Pages | None = None
+    weights: ServedWeights,
+    cache: KVCache,
+    rows: SlotRows,
+    live: Bool[Array, " rows"],
+    tables: Tables,
+    pages: Pages | None = None,
 ) -> tuple[KVCache, Float32[Array, "rows vocab"]]:
     """Adds one token per live row to the cache and scores the next one.
 
@@ -316,11 +334,11 @@ def decode_step(
         cache: The entries of all slots.
         rows: Newest tokens, their positions, and the slots where the rows lie.
         live: Whose tokens are added.
+        tables: Of the rows' positions.
         pages: What attention reads; None: all of the cache, whose slots the rows then are.
     """
     ends = weights.ends
     windows = ends.config.windows
-    tables = {window: rotary_tables(ends.config, rows.positions, window) for window in dict.fromkeys(windows)}
     targets = jnp.where(live, rows.positions, cache.window)  # beyond the window: a row that is not live writes nothing
     attend = functools.partial(_attend, rows, pages, cache.window)
     x = ends.embed(rows.tokens)
@@ -354,7 +372,7 @@ def prefill(weights: ServedWeights, tokens: Int32[Array, "rows length"], kernel:
     """Keys and values of padded prompts. Those at padding mean nothing; decoding overwrites before reading them."""
     rows, length = tokens.shape
     positions, config = jnp.broadcast_to(jnp.arange(length), (rows, length)), weights.ends.config
-    tables = {window: rotary_tables(config, positions, window) for window in dict.fromkeys(config.windows)}
+    tables = tables_of(config, positions)
     whole_rows = Segments.of(np.ones((rows, length)), most=1)
     x: Float[Array, "rows length hidden"] = weights.ends.embed(tokens)
     keys, values = [], []
@@ -425,7 +443,7 @@ def _extended(
     """The cache with these tokens, and the residual stream after the last layer."""
     length, config = tokens.shape[0], weights.ends.config
     positions, slots = start + jnp.arange(length, dtype=jnp.int32), jnp.full(length, slot, jnp.int32)
-    tables = {window: rotary_tables(config, positions, window) for window in dict.fromkeys(config.windows)}
+    tables = tables_of(config, positions)
     seen = {window: _seen(positions, cache.window, window)[:, 0][None] for window in dict.fromkeys(config.windows)}
     x = weights.ends.embed(tokens)
     keys, values = [], []

@@ -12,6 +12,8 @@ Not covered: penalties, logit bias.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +71,8 @@ def sample(
     shifted = scaled - jnp.max(scaled, axis=1, keepdims=True)
     weights = _blocks(jnp.exp(shifted))
     sums = jnp.sum(weights, axis=2)
-    kept, kept_sums = _possible(weights, sums, top_k, top_p, min_p) if truncated else (weights, sums)
-    drawn = draw(kept, kept_sums, uniform)
+    whole = lambda: draw(weights, sums, uniform)  # noqa: E731
+    drawn = _drawn_truncated(weights, uniform, whole, top_k, top_p, min_p) if truncated else whole()
     greedy = temperature == 0
     tokens = lax.cond(jnp.any(greedy), lambda: jnp.where(greedy, _mode(shifted), drawn), lambda: drawn)
     chosen = jnp.take_along_axis(shifted, tokens[:, None], axis=1)[:, 0]
@@ -79,24 +81,24 @@ def sample(
     return tokens, logprobs, most_probable(shifted, total, alternatives) if alternatives else None
 
 
-def _possible(
+def _drawn_truncated(
     weights: Float32[Array, "rows blocks width"],
-    sums: Float32[Array, "rows blocks"],
+    uniform: Float32[Array, " rows"],
+    whole: Callable[[], Int32[Array, " rows"]],
     top_k: Int32[Array, " rows"],
     top_p: Float32[Array, " rows"],
     min_p: Float32[Array, " rows"],
-) -> tuple[Float32[Array, "rows blocks width"], Float32[Array, "rows blocks"]]:
-    """The weights of what may be drawn, and their sums: the very ones where no row asks for truncation."""
+) -> Int32[Array, " rows"]:
+    """`draw` from what may be drawn, or `whole` where no row asks for truncation: then no weight is copied."""
     asked = (top_k < weights[0].size) | (top_p < 1.0) | (min_p > 0.0)
-    return lax.cond(
-        jnp.any(asked),
-        lambda: _with_sums(
-            lax.platform_dependent(
-                weights, asked, top_k, top_p, min_p, cpu=truncate_some, default=lambda w, _, *of: truncate(w, *of)
-            )
-        ),
-        lambda: (weights, sums),
-    )
+
+    def some() -> Int32[Array, " rows"]:
+        kept: Any = lax.platform_dependent(
+            weights, asked, top_k, top_p, min_p, cpu=truncate_some, default=lambda w, _, *of: truncate(w, *of)
+        )
+        return draw(kept, jnp.sum(kept, axis=2), uniform)
+
+    return lax.cond(jnp.any(asked), some, whole)
 
 
 def most_probable(
@@ -215,12 +217,6 @@ def _mode(shifted: Float32[Array, "rows vocab"]) -> Int32[Array, " rows"]:
     vocab = shifted.shape[1]
     first = jnp.min(jnp.where(shifted >= 0, jnp.arange(vocab, dtype=jnp.int32), vocab), axis=1)
     return jnp.minimum(first, vocab - 1)
-
-
-def _with_sums(
-    weights: Float32[Array, "rows blocks width"],
-) -> tuple[Float32[Array, "rows blocks width"], Float32[Array, "rows blocks"]]:
-    return weights, jnp.sum(weights, axis=2)
 
 
 def _blocks(weights: Float[Array, "rows vocab"]) -> Float[Array, "rows blocks width"]:

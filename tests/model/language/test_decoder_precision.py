@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.batch import RowShape
-from penstock.inference.decoding import ServedWeights, create_cache, decode_step, prefill
+from penstock.inference.decoding import ServedWeights, create_cache, decode_step, prefill, tables_of
 from penstock.inference.dispatch import to_device
 from penstock.inference.scheduler import SlotTable
 from penstock.learner import LearnerConfig
@@ -53,13 +53,15 @@ def scores(decoder: Any) -> Any:
 
 def decoding(decoder: Any) -> Any:
     cache, rows = create_cache(decoder.config, 3, 16), to_device(SlotTable(3, 1).rows)
-    return decode_step(ServedWeights.of(decoder), cache, rows, rows.budget == 0)
+    tables = tables_of(decoder.config, rows.positions)
+    return decode_step(ServedWeights.of(decoder), cache, rows, rows.budget == 0, tables)
 
 
 def decoding_by_pages(decoder: Any) -> Any:
     cache, rows = create_cache(decoder.config, 3, 16), to_device(SlotTable(3, 1).rows)
     pages = Pages.of(rows.positions + 1, 16, 3)
-    return decode_step(ServedWeights.of(decoder), cache, rows, rows.budget == 0, pages)
+    tables = tables_of(decoder.config, rows.positions)
+    return decode_step(ServedWeights.of(decoder), cache, rows, rows.budget == 0, tables, pages)
 
 
 def prefilling(decoder: Any) -> Any:

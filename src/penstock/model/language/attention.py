@@ -39,6 +39,9 @@ PAGE = 64
 PAGES_AT_ONCE = 16
 """Pages of one step of `paged_attention`, whose keys then stay in a core's own cache between copy and product."""
 
+FEW_ROWS = 8
+"""Queries of one key head that a decode step has at most; a prefill has many times as many."""
+
 MASKED = -1e30
 """Score of a forbidden pair: finite, so that a row without any allowed key gives no NaN."""
 
@@ -154,13 +157,26 @@ def grouped_attention(
     # The group's queries become rows of one product per key head: [batch, kv_heads, group * queries, head_dim].
     rows = query.reshape(batch, queries, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     rows = rows.reshape(batch, kv_heads, group * queries, head_dim)
-    scores = product("bhqd,bhkd->bhqk", rows, key)
+    scores = _scores(rows, key)
     scores = scores.reshape(batch, kv_heads, group, queries, keys) * head_dim**-0.5
     weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED), axis=-1)
     weights = rounded(weights.reshape(batch, kv_heads, group * queries, keys), value.dtype)
     attended = rounded(product("bhqk,bhkd->bhqd", weights, value), value.dtype)
     attended = attended.reshape(batch, kv_heads, group, queries, head_dim).transpose(0, 3, 1, 2, 4)
     return attended.reshape(batch, queries, heads, head_dim)
+
+
+def _scores(
+    rows: Float[Array, "batch kv_heads rows head_dim"], key: Float[Array, "batch kv_heads keys head_dim"]
+) -> Float32[Array, "batch kv_heads rows keys"]:
+    """Of each row with each key of its head.
+
+    Few rows are the second operand: XLA's products on CPUs bring that into an order of their own first, and the keys
+    are much more. The barrier is there because XLA would change the operands' places back.
+    """
+    if rows.shape[2] > FEW_ROWS:
+        return product("bhqd,bhkd->bhqk", rows, key)
+    return lax.optimization_barrier(product("bhkd,bhqd->bhkq", key, rows)).swapaxes(2, 3)
 
 
 class Pages(NamedTuple):
@@ -278,7 +294,7 @@ def _page_sums(
     value: Float[Array, "items kv_heads size head_dim"],
     seen: Bool[Array, "items size"],
 ) -> _PageSums:
-    scores = product("phgd,phkd->phgk", query, key) * query.shape[-1] ** -0.5
+    scores = _scores(query, key) * query.shape[-1] ** -0.5
     scores = jnp.where(seen[:, None, None], scores, MASKED)
     largest = scores.max(axis=-1)
     weights = jnp.exp(scores - largest[..., None])
