@@ -11,13 +11,15 @@ filters that were not asked before, the longest frame while a list scrolls, and 
 a machine with other work the server's processor seconds, printed beside, say more than the clock. Without a browser
 (extra `dashboard-test` and chromium) what needs one is left out, and said. Exits with 1 where a mark is missed.
 
-    python -m benchmarks.dashboard --pace [--rounds 15] [--seconds 30] [--folder FOLDER]
+    python -m benchmarks.dashboard --pace [--tiny] [--rounds 15] [--seconds 30] [--folder FOLDER]
 
-How much slower a training run is while its page is open: `penstock train cats`, with a learning rate so small that its
-answers stay what they are, and synchronous, for an asynchronous run's updates come in bursts (the time between two
-varies by half of its mean, there by an eighth). Windows with and without the page take turns in it (without, with;
-with, without; …), and each round's two are compared: updates per second by the moments in metrics.jsonl. A window with
-it begins once the dashboard has read what was written while it stood still, and ends with a later look at the run.
+How much slower a training run is while its page is open: `penstock train cats` with six million parameters (`--tiny`:
+with the recipe's own, which makes four times as many updates and rollouts a second, and the dashboard takes a share of
+the processor for each), with a learning rate so small that its answers stay what they are, and synchronous, for an
+asynchronous run's updates come in bursts (the time between two varies by half of its mean, there by an eighth). Windows
+with and without the page take turns in it (without, with; with, without; …), and each round's two are compared: updates
+per second by the moments in metrics.jsonl. A window with it begins once the dashboard has read what was written while
+it stood still, and ends with a later look at the run.
 With: a dashboard that reads the run on, and a client that does what the run's page does in a browser (listens for news,
 and asks for all that is drawn anew, at most every two seconds); the browser's own work is not counted, for it is mostly
 another machine's. Without: both stand still. The interval is Student's t over rounds.
@@ -50,6 +52,11 @@ from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA
 from penstock.types.generation import STAGES
 from penstock.types.intervals import t_quantile
 
+SIX_MILLION = {
+    "hidden_size": 256, "intermediate_size": 656, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+"""Of a run whose pace is measured."""
 PART_ROLLOUTS, GROUP, TOKENS = 50_000, 8, 8
 LIMIT_S = 900.0
 REDRAW_S = 2.0
@@ -160,9 +167,10 @@ class Watched:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert self.process.stdout is not None
         self.url = re.findall(r"http://[0-9.:]+", self.process.stdout.readline())[0]
+        self._client = httpx.Client(timeout=60)  # one for all: each reads every certificate of the machine
 
     def ask(self, path: str, **words: str | int | float) -> dict:
-        answer = httpx.get(f"{self.url}/api/{path}", params=words, timeout=60)
+        answer = self._client.get(f"{self.url}/api/{path}", params=words)
         answer.raise_for_status()
         return answer.json()
 
@@ -323,9 +331,10 @@ class Page(threading.Thread):
 class Training:
     """A run that goes on until it is ended."""
 
-    def __init__(self, path: Path) -> None:
-        words = ["steps=1000000", "async=false", "learner.optimizer.learning_rate=1e-12", "curriculum.eval_frequency=0",
-                 "curriculum.micro_eval_frequency=0", "overseer.checkpoint_every=1000000"]  # fmt: skip
+    def __init__(self, path: Path, tiny: bool) -> None:
+        own = [] if tiny else [f"model.init={json.dumps(SIX_MILLION)}"]
+        words = [*own, "steps=1000000", "async=false", "learner.optimizer.learning_rate=1e-12",
+                 "curriculum.eval_frequency=0", "curriculum.micro_eval_frequency=0", "overseer.checkpoint_every=1000000"]  # fmt: skip
         command = [sys.executable, "-m", "penstock", "train", "cats", "--run-dir", str(path), *words]
         self.path, self._log = path, tempfile.TemporaryFile()
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
@@ -359,9 +368,9 @@ class Training:
         self._log.close()
 
 
-def measure_pace(folder: Path, cache: Path, rounds: int, seconds: float) -> int:
+def measure_pace(folder: Path, cache: Path, rounds: int, seconds: float, tiny: bool) -> int:
     """Ratios of paces, round by round; see the module."""
-    training = Training(folder / f"pace-{os.getpid()}")
+    training = Training(folder / f"pace-{os.getpid()}", tiny)
     watched = None
     found: list[tuple[float, float]] = []
     busy: list[float] = []
@@ -425,6 +434,7 @@ def with_page(training: Training, watched: Watched, seconds: float) -> tuple[flo
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pace", action="store_true", help="how much slower a run is while its page is open")
+    parser.add_argument("--tiny", action="store_true", help="of --pace: the recipe's own model")
     parser.add_argument("--rounds", type=int, default=15, help="of --pace; at least 2")
     parser.add_argument("--seconds", type=float, default=30.0, help="of --pace: of a window, of which a round has two")
     parser.add_argument("--rollouts", type=int, default=1_000_000)
@@ -438,7 +448,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--rounds {options.rounds}: an interval needs two at least")
         if options.pace:
             folder.mkdir(parents=True, exist_ok=True)
-            return measure_pace(folder, Path(temporary) / "cache", options.rounds, options.seconds)
+            return measure_pace(folder, Path(temporary) / "cache", options.rounds, options.seconds, options.tiny)
         run = folder / f"run-{options.rollouts}-{options.updates}-{options.metrics}"
         if not run.exists():
             print(f"making {run}", flush=True)
