@@ -333,8 +333,9 @@ class Training:
 
     def __init__(self, path: Path, tiny: bool) -> None:
         own = [] if tiny else [f"model.init={json.dumps(SIX_MILLION)}"]
-        words = [*own, "steps=1000000", "async=false", "learner.optimizer.learning_rate=1e-12",
-                 "curriculum.eval_frequency=0", "curriculum.micro_eval_frequency=0", "overseer.checkpoint_every=1000000"]  # fmt: skip
+        words = [*own, "steps=1000000", "async=false", "learner.optimizer.learning_rate=1e-12"]
+        words += ["curriculum.eval_frequency=0", "curriculum.micro_eval_frequency=0"]
+        words += ["overseer.checkpoint_every=1000000"]
         command = [sys.executable, "-m", "penstock", "train", "cats", "--run-dir", str(path), *words]
         self.path, self._log = path, tempfile.TemporaryFile()
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
