@@ -1,6 +1,5 @@
 """Runs that are watched: what is read anew, and how seldom."""
 
-import os
 import sys
 import threading
 import time
@@ -9,10 +8,9 @@ import pytest
 
 from penstock import cli
 from penstock.dashboard import observation
-from penstock.dashboard.observation import LEAST_PRIORITY, LONGEST_REST_S, LOOK_S, REST, ObservedRun, ObservedRuns
+from penstock.dashboard.observation import LONGEST_REST_S, LOOK_S, REST, ObservedRun, ObservedRuns
 from penstock.rundir import EventLog, MetricsLog, write_records
 from tests.dashboard.sample_run import group, write_run
-from tests.waiting import wait_until
 
 
 def test_a_config_is_parsed_once_and_again_where_a_resume_has_replaced_it(tmp_path, monkeypatch):
@@ -40,31 +38,8 @@ def test_a_run_that_was_read_on_is_let_alone_for_many_times_as_long(tmp_path, mo
     processor = iter([0.0, spent])
     monkeypatch.setattr(observation.time, "thread_time", lambda: next(processor))
     monkeypatch.setattr(run, "look", lambda: looks.append(1) or False)
-    runs._read_one(run, threading.Event())
+    runs._read_one(run)
     assert run.rests_until == pytest.approx(100.0 + rest) and looks == [1]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
-def test_what_comes_later_is_read_by_a_thread_that_yields_to_a_run(tmp_path, monkeypatch):
-    directory = write_run(tmp_path / "mine")
-    priorities = {}
-    look = ObservedRun.look
-
-    def noted(run):
-        priorities[run.was_read] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-        return look(run)
-
-    monkeypatch.setattr(ObservedRun, "look", noted)
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    with ObservedRuns(directory.path) as runs:
-        run = runs.find("mine")
-        wait_until(lambda: run.was_read, "the run was read")
-        version = run.version
-        metrics = MetricsLog(directory.metrics_path)
-        metrics.append(900, {"train/loss": 0.5})
-        metrics.close()
-        wait_until(lambda: runs.find("mine").version > version, "what came later was read")
-    assert priorities == {False: own, True: LEAST_PRIORITY}
 
 
 def test_a_run_that_goes_on_has_news_once_a_look_and_not_for_each_piece(tmp_path):

@@ -1,14 +1,11 @@
-"""Runs that are watched: found under a folder by their names, their curves, events and index read on in the background.
+"""Runs that are watched: found under a folder by their names, their curves, events and index read on by one thread.
 
 A run is known by the name of its directory, looked up among those that are there: what a browser sends is never joined
 to a path. Reading goes piece by piece, the runs that somebody looked at lately first, so that the first picture does
-not wait for the last row; `progress` says what is still to come. What comes later of a run that was read is read by a
-thread that takes the processor when hardly anybody else wants it: the run may need it. A run whose files cannot be read
-has a `problem` in its place. Nothing is written into a run, and nothing of it executed.
+not wait for the last row; `progress` says what is still to come. A run whose files cannot be read has a `problem` in
+its place. Nothing is written into a run, and nothing of it executed.
 """
 
-import os
-import sys
 import threading
 import time
 from array import array
@@ -38,8 +35,6 @@ MOST_EVENTS = 20_000
 """Kept of one run: the newest."""
 MOST_SWAPS = 100_000
 """Of each engine."""
-LEAST_PRIORITY = 19
-"""As `nice` has it."""
 _EVENT_BYTES = 1 << 20
 """So much of the events is read at once."""
 _MOST = 2**53
@@ -61,7 +56,7 @@ class ObservedRun:
         self.problem = ""
         self.progress = "not read yet"
         self.version = 0
-        self.was_read = self._has_news = False
+        self._was_read = self._has_news = False
         self.trust = trust
         self._cache = cache
         self._events: list[dict[str, Any]] = []
@@ -178,7 +173,7 @@ class ObservedRun:
             self._pieces = index.read_on()
         piece = next(self._pieces, None)
         if piece is None:
-            self._pieces, self.progress, self.was_read = None, "", True
+            self._pieces, self.progress, self._was_read = None, "", True
             self._tell_news()
             self.problem = next(iter(index.damaged.values()), "")
             return False
@@ -189,7 +184,7 @@ class ObservedRun:
     def _grown(self, words: str) -> None:
         """Of a run that was read before, a page is drawn anew once all that is new is there, not for each piece."""
         self.progress, self._has_news = words, True
-        if not self.was_read:
+        if not self._was_read:
             self._tell_news()
 
     def _tell_news(self) -> None:
@@ -227,7 +222,7 @@ class ObservedRun:
 
 
 class ObservedRuns:
-    """A run, or all runs of a folder, and what reads them on; a context manager.
+    """A run, or all runs of a folder, and the thread that reads them on; a context manager.
 
     Args:
         path: A run directory, or a folder of such.
@@ -250,11 +245,8 @@ class ObservedRuns:
         self._known: dict[str, ObservedRun] = {}
         self._lock = threading.Lock()
         self._ending = threading.Event()
-        self._wakes = {again: threading.Event() for again in (False, True)}
-        self._threads = [
-            threading.Thread(target=self._read, args=(again,), name="dashboard-reader", daemon=True)
-            for again in self._wakes
-        ]
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="dashboard-reader", daemon=True)
         if not self.all():
             protocol, separator, rest = str(path).partition(":/")
             if separator and protocol.isalnum() and not path.exists():
@@ -269,16 +261,14 @@ class ObservedRuns:
             )
 
     def __enter__(self) -> "ObservedRuns":
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ending.set()
-        self._wake()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(30.0)
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(30.0)
         for run in self._known.values():
             run.close()
 
@@ -301,30 +291,23 @@ class ObservedRuns:
         if run is None:
             raise ConfigError(f"there is no run {name!r} here: it may have been deleted")
         run.asked_at = self._clock()
-        self._wake()
+        self._wake.set()
         return run
 
-    def _wake(self) -> None:
-        for wake in self._wakes.values():
-            wake.set()
-
-    def _read(self, again: bool) -> None:
+    def _read(self) -> None:
         """Whoever was asked for last is first; a run that nobody asks for is read once."""
-        wake = self._wakes[again]
-        if again:
-            _take_what_is_left()
         while not self._ending.is_set():
             runs, now = sorted(self.all(), key=lambda run: -run.asked_at), self._clock()
             wanted = [run for run in runs if run.version == 0 or now - run.asked_at < WANTED_S]
-            wanted = [run for run in wanted if run.was_read is again and run.rests_until <= now]
-            wake.clear()
-            if not any(self._read_one(run, wake) for run in wanted):
-                wake.wait(LOOK_S)
+            wanted = [run for run in wanted if run.rests_until <= now]
+            self._wake.clear()
+            if not any(self._read_one(run) for run in wanted):
+                self._wake.wait(LOOK_S)
 
-    def _read_one(self, run: ObservedRun, wake: threading.Event) -> bool:
+    def _read_one(self, run: ObservedRun) -> bool:
         """A few pieces, until somebody asks for another; once all is read, the run is let alone for a while."""
         grew, begun, more = False, time.thread_time(), True
-        while more and not (grew and wake.is_set()) and not self._ending.is_set():
+        while more and not (grew and self._wake.is_set()) and not self._ending.is_set():
             more = run.look()
             grew |= more
         run.taken_s += time.thread_time() - begun
@@ -332,12 +315,6 @@ class ObservedRuns:
             run.rests_until = self._clock() + min(max(LOOK_S, REST * run.taken_s), LONGEST_REST_S)
             run.taken_s = 0.0
         return grew
-
-
-def _take_what_is_left() -> None:
-    """The calling thread yields to others; where a system has no priorities of threads, it goes on as it is."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
 
 
 def _is_run(path: Path) -> bool:

@@ -40,9 +40,9 @@ class EngineConfig(BaseModel):
         prefill_chunk: Tokens of a long prompt that are prefilled between two dispatches, so that others go on
             meanwhile (up to `prefill_tokens` where more responses wait for long prompts than go on); one that would be
             padded to at most twice as many is prefilled whole. On one CPU; other devices prefill every prompt whole.
-            What is added to a prompt whose beginning is cached goes in as many at a time,
-            or, at its end, in a quarter of them. Texts that are scored (`InferenceEngine.score`) go in halves of
-            it everywhere: each of their tokens costs its scores, too.
+            What is added to a prompt whose beginning is cached goes in as many at a time, or, at its end, in a quarter
+            of them. Texts that are scored (`InferenceEngine.score`) go in halves of it everywhere: each of their tokens
+            costs its scores, too.
         prefill_lengths: Lengths that prompts are padded to, ascending; None chooses powers of four up to half of the
             largest possible prompt, which is always added.
         decode_rows: Rows that a decode step may have, ascending: the fewest that hold all live responses. None chooses

@@ -258,10 +258,10 @@ def decode(
         alternatives: How many of the most probable tokens are recorded at each step.
         truncated: As of `sample`.
     """
-    count, config = rows.tokens.shape[0], weights.ends.config
+    count = rows.tokens.shape[0]
     # Of all steps before the first: in a step XLA would compute the angles again for each layer.
     ahead = rows.positions + jnp.arange(steps, dtype=jnp.int32)[:, None]
-    tables = tables_of(config, ahead)
+    tables = tables_of(weights.ends.config, ahead)
     reach = jnp.where(rows.budget > 0, rows.positions + jnp.minimum(rows.budget, steps), 0)
     pages = Pages.of(reach, cache.window, cache.slots) if kernel == "pages" else None
 

@@ -13,6 +13,7 @@ Not covered: penalties, logit bias.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -71,7 +72,7 @@ def sample(
     shifted = scaled - jnp.max(scaled, axis=1, keepdims=True)
     weights = _blocks(jnp.exp(shifted))
     sums = jnp.sum(weights, axis=2)
-    whole = lambda: draw(weights, sums, uniform)  # noqa: E731
+    whole = partial(draw, weights, sums, uniform)
     drawn = _drawn_truncated(weights, uniform, whole, top_k, top_p, min_p) if truncated else whole()
     greedy = temperature == 0
     tokens = lax.cond(jnp.any(greedy), lambda: jnp.where(greedy, _mode(shifted), drawn), lambda: drawn)

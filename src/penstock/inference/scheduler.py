@@ -450,19 +450,16 @@ class RunningBatch:
 
     def _extend(self) -> None:
         """The next chunk of the first long prompt; several where more responses wait for long prompts than go on."""
-        chunk = self._config.prefill_chunk
-        for _ in range(max(1, self._config.prefill_tokens // chunk)):
-            if not self._fillings:
-                return
+        chunk, left, go_on = self._config.prefill_chunk, self._config.prefill_tokens, bool(self._fillings)
+        while go_on:
             filling = self._fillings[0]
             self._add(filling, filling.rest[:chunk])
             if not len(filling.rest):
-                self._fillings.popleft()
-                for slot in filling.slots:
+                for slot in self._fillings.popleft().slots:
                     self._slots.begin(slot)
                     self._prefixes.note(slot, filling.text[:-1])
-            if not 0 < len(self._slots.live) < sum(len(filling.slots) for filling in self._fillings):
-                return
+            left -= chunk
+            go_on = left >= chunk and 0 < len(self._slots.live) < sum(len(each.slots) for each in self._fillings)
 
     def _add(self, filling: Filling, tokens: np.ndarray) -> None:
         """Adds the next tokens of a text to the cache; its other slots take it when it is whole."""

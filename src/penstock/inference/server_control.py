@@ -203,7 +203,7 @@ class ServerControl(ABC):
         named = dict(zip(self.page, ("inference/tokens_total", "inference/running", "inference/waiting"), strict=True))
         found: dict[str, float] = {}
         for line in page.text.splitlines() if page.status_code == 200 else ():
-            name, _, number = line.partition("}")[0].partition("{")[0].strip(), None, line.rpartition(" ")[2]
+            name, number = line.partition("{")[0].partition(" ")[0], line.rpartition(" ")[2]
             if name in named:
                 found[named[name]] = found.get(named[name], 0.0) + float(number)
         return found
