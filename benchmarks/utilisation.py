@@ -26,6 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import ceil
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import penstock
@@ -118,6 +120,14 @@ def run_here(case: Case) -> Ran:
     return Ran(jax.local_devices()[0].device_kind, model.dtype, peak, flops, tokens, update_s, phases, parts)
 
 
+def read_back(folder: Path) -> dict[Case, Ran]:
+    """What was measured elsewhere, by `--keep`."""
+    return {
+        Case.read(json.dumps(case)): Ran(*ran)
+        for case, ran in (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
+    }
+
+
 def run_apart(case: Case) -> Ran:
     """The same in a process of its own, which is given as much of a GPU as `penstock fit` counts.
 
@@ -203,7 +213,7 @@ def _timed_parts(config: RunConfig, model: ModelConfig, work: Any) -> dict[str, 
             best_s(lambda: jax.block_until_ready(backward(above, *arguments)), REPEATS),
         )
 
-    kernel = attention_kernel(learner.attention, platform, length, model.dtype, model.shortest_window)
+    kernel = attention_kernel(learner.attention, platform, length, model.dtype)
     segments = Segments.of(np.ones((rows, length), np.int32), 1)
     counts = model.num_attention_heads, model.num_key_value_heads, model.num_key_value_heads
     heads = [drawn(rows, length, count, model.head_dim) for count in counts]
@@ -235,24 +245,37 @@ def _timed_parts(config: RunConfig, model: ModelConfig, work: Any) -> dict[str, 
     }
 
 
-def utilise(cases: Sequence[Case], target: str | None) -> int:
+def utilise(
+    cases: Sequence[Case],
+    target: str | None,
+    known: Mapping[Case, Ran] = MappingProxyType({}),
+    keep: Path | None = None,
+    foretell: bool = True,
+) -> int:
     """Runs and prints all cases, and what is foretold of them; how many marks were missed, or cases failed.
 
     Args:
         cases: Each is run in a process of its own.
         target: The chip whose rates count and which is compiled for; None: the one that JAX names, where it is known.
+        known: Cases that have run, and are not run again.
+        keep: Folder of a file for each that runs here.
+        foretell: Whether to print what is foretold.
     """
     marks, found = Marks(), dict[Case, Ran]()
     for case in cases:
         try:
-            ran = found[case] = run_apart(case)
+            ran = found[case] = known[case] if case in known else run_apart(case)
         except subprocess.SubprocessError as error:
             print(f"{case.model}, rows of {case.length:,}: failed: {error}", flush=True)
             marks.missed += 1
             continue
+        if keep is not None and case not in known:
+            keep.mkdir(parents=True, exist_ok=True)
+            named = "-".join([case.model.replace("/", "_"), str(case.length), *case.changes])
+            (keep / f"{named}.json").write_text(json.dumps([case, ran]))
         target = target or KINDS.get(ran.kind)
         print_run(case, ran, target, marks)
-    for case, ran in found.items():  # a TPU's compiler would keep the chip from those that run
+    for case, ran in found.items() if foretell else ():  # a TPU's compiler would keep the chip from those that run
         print_foretold(case, ran, target)
     print("\n".join(marks.lines))
     return marks.missed
@@ -303,8 +326,9 @@ def main(words: Sequence[str] | None = None) -> int:
         print(json.dumps(run_here(Case.read(arguments.case))))
         return 0
     chosen = product(arguments.models, arguments.rows)
-    cases = [Case(model, length, arguments.tokens, tuple(arguments.set)) for model, length in chosen]
-    return int(utilise(cases, arguments.target) > 0)
+    known = read_back(arguments.measured) if arguments.measured else {}
+    cases = list(known) or [Case(model, length, arguments.tokens, tuple(arguments.set)) for model, length in chosen]
+    return int(utilise(cases, arguments.target, known, arguments.keep, not arguments.no_fit) > 0)
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -314,6 +338,9 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=2**17, help="of an update")
     parser.add_argument("--target", help="the device, as `penstock fit` names it; by default as JAX's name for it says")
     parser.add_argument("--set", nargs="+", default=(), metavar="KEY=VALUE", help="of the runs")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="writes there what was measured")
+    parser.add_argument("--measured", type=Path, metavar="FOLDER", help="of --keep, perhaps elsewhere: runs nothing")
+    parser.add_argument("--no-fit", action="store_true", help="nothing is foretold: only a machine with a compiler can")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     return parser.parse_args(words)
 

@@ -104,12 +104,16 @@ def test_what_is_begun_is_not_compiled_again():
     assert sorted(compiled) == ["ahead", "own"]
 
 
-def test_a_program_is_compiled_lightly_in_float32_on_a_cpu_alone():
+@pytest.mark.parametrize(
+    ("jax_version", "older"), [((0, 10, 2), {"xla_cpu_use_fusion_emitters": False}), ((0, 11, 2), {})]
+)
+def test_a_program_is_compiled_lightly_in_float32_on_a_cpu_alone(monkeypatch, jax_version, older):
+    monkeypatch.setattr(jax, "__version_info__", jax_version)
     light = {
         "xla_backend_optimization_level": 1,
         "xla_cpu_parallel_codegen_split_count": programs.processors_of_process(),
     }
-    assert light_compilation("cpu", "float32") == light | {"xla_cpu_use_fusion_emitters": False}
+    assert light_compilation("cpu", "float32") == light | older
     assert light_compilation("cpu", "float32", newer_fusions=True) == light
     assert light_compilation("cpu", "bfloat16") is light_compilation("gpu", "float32") is None
 

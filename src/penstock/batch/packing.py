@@ -50,10 +50,23 @@ class PackedBatch(NamedTuple):
 
 
 class RowShape(NamedTuple):
-    """Rows of one micro-batch: how many tokens each has, and how many there are."""
+    """Rows of one micro-batch.
+
+    Attributes:
+        length: Tokens of each.
+        rows: How many there are.
+        tight: Whether arrays have room for hardly more sequences than the rows hold, which makes a program of every
+            power of two; else for one to every two tokens.
+    """
 
     length: int
     rows: int
+    tight: bool = False
+
+    def room(self, sequences: int) -> int:
+        """For how many sequences a row's arrays have room, where it holds so many at most."""
+        most = max(1, self.length // 2)
+        return min(most, max(8, 1 << (sequences - 1).bit_length())) if self.tight else most
 
 
 def shapes_for(lengths: Sequence[int], shapes: Sequence[RowShape]) -> list[int]:
@@ -76,7 +89,7 @@ def shapes_for(lengths: Sequence[int], shapes: Sequence[RowShape]) -> list[int]:
     def cost(found: Sequence[int]) -> tuple[int, int]:
         batches = attention = 0
         for index in set(found):
-            length, rows = shapes[index]
+            length, rows, _ = shapes[index]
             count = -(-_row_count(place(_chosen(lengths, found, index), length)) // rows)
             batches, attention = batches + count, attention + count * rows * length**2
         return batches, attention

@@ -317,8 +317,7 @@ class ModelRunner:
         """What computes the attention of a prefill; kernels of a chip do not split over devices, dense does."""
         if self._split is not None and self._platform != "cpu":
             return "dense"
-        window = self._weights.ends.config.shortest_window
-        return attention_kernel("auto", self._platform, length, self._weights.ends.embedding.dtype.name, window)
+        return attention_kernel("auto", self._platform, length, self._weights.ends.embedding.dtype.name)
 
     @property
     def _by_pages(self) -> bool:

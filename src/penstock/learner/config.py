@@ -451,7 +451,11 @@ class LearnerConfig(FrozenConfig, frozen=True):
     def row_shapes(self) -> tuple[RowShape, ...]:
         """Of micro-batches, ascending by length, of equally many tokens as near as whole rows allow."""
         tokens = self.micro_batch_rows * self.row_length
-        return tuple(RowShape(length, tokens // length) for length in self.row_lengths or (self.row_length,))
+        return tuple(self.row_shape(length, tokens // length) for length in self.row_lengths or (self.row_length,))
+
+    def row_shape(self, length: int, rows: int = 1) -> RowShape:
+        """So many rows; cuDNN's time and memory grow with the sequences that there is room for."""
+        return RowShape(length, rows, tight=self.attention == "cudnn")
 
     def head_tile(self, platform: Platform) -> int:
         """Of `head_tile_tokens` what is taken there.

@@ -155,7 +155,7 @@ class Learner:
 
     def scoring_programs(self) -> Programs:
         """Those of `score`."""
-        rows = {n: empty_micro_batch(RowShape(n, 1)) for n in reversed(self._scored_lengths)}
+        rows = {n: empty_micro_batch(self._config.row_shape(n)) for n in reversed(self._scored_lengths)}
         lowered = {
             f"log-probabilities, {length} tokens": partial(self._score.lower, self._decoder, row)
             for length, row in rows.items()
@@ -258,7 +258,9 @@ class Learner:
     def _gradient_of(self, minibatch: Minibatch, rollout_id: str, start: int, stop: int) -> Any:
         longest = {example.rollout_ids[0]: longest_sample(example) for example in minibatch.examples}
         length = next(n for n in self._scored_lengths if n >= longest[rollout_id])
-        plan = self._plan(minibatch, [RowShape(length, 1)], longest.keys() - {rollout_id}, span=(start, stop))
+        plan = self._plan(
+            minibatch, [self._config.row_shape(length)], longest.keys() - {rollout_id}, span=(start, stop)
+        )
         (gradients, _), _ = self._gradients(self._accumulate, plan.micro_batches, self._critic.head)
         return gradients
 
@@ -277,7 +279,7 @@ class Learner:
         """
         length = next(n for n in self._scored_lengths if n >= max(map(longest_sample, examples), default=0))
         scorer, decoder = self._score_entropy if entropy else self._score, decoder or self._decoder
-        return score_plan(plan_scoring(examples, [RowShape(length, 1)]), partial(scorer, decoder))
+        return score_plan(plan_scoring(examples, [self._config.row_shape(length)]), partial(scorer, decoder))
 
     def reference_logprobs(self, examples: Sequence[RLExample]) -> tuple[int, list[Float32[np.ndarray, " pos"]]]:
         """ℓ_ref by the loss's own forward pass; from any thread, also while an update is made.

@@ -52,7 +52,7 @@ class MicroBatch(NamedTuple):
     Attributes:
         tokens: Packed rows.
         position_ids: Position within each sequence.
-        segments: Where the sequences lie; a row has room for one to every two positions, as many as can have a loss.
+        segments: Where the sequences lie; there is room for so many as `RowShape.room` says.
         positions: Flat index (row · S + position) of the entry's token; never a sequence's first.
         labels: The token there.
         temperature: The rollout's.
@@ -254,7 +254,7 @@ def empty_micro_batch(shape: RowShape) -> MicroBatch:
     none: Any = np.array(0, np.int32)
     of_entries: dict[str, Any] = dict.fromkeys(MicroBatch._fields[3:], real)
     fixed = {"labels": whole, "positions": whole, "temperature": real + 1, "same_version": nowhere, "count": none}
-    return MicroBatch(rows, rows, _segments(rows), **(of_entries | fixed))
+    return MicroBatch(rows, rows, Segments.of(rows, shape.room(1)), **(of_entries | fixed))
 
 
 class _Filling(NamedTuple):
@@ -306,7 +306,7 @@ def _plan(
 def _plan_shape(
     examples: Sequence[RLExample], filled: Sequence[_Filling], rows_shape: RowShape, every_token: bool
 ) -> UpdatePlan:
-    row_length, micro_rows = rows_shape
+    row_length, micro_rows = rows_shape.length, rows_shape.rows
     placements = place([len(example.tokens) for example in examples], row_length)
     rows = pack(examples, row_length)
     shape = len(rows), row_length
@@ -316,16 +316,16 @@ def _plan_shape(
         for row_values, value in zip(beside, filling, strict=True):
             if value is not None:
                 row_values[placement.row, placement.start : placement.stop] = value
-    micro_batches = []
+    micro_batches, room = [], rows_shape.room(max((int(row.segment_ids.max()) for row in rows), default=1))
     for first in range(0, len(rows), micro_rows):
         chosen = slice(first, first + micro_rows)
         packed = stack(rows[chosen], micro_rows)
         wanted = (packed.position_ids > 0) if every_token else packed.loss_mask
-        micro_batches.append(_gather(packed, wanted, _Rows(*(values[chosen] for values in beside))))
+        micro_batches.append(_gather(packed, wanted, _Rows(*(values[chosen] for values in beside)), room))
     return UpdatePlan(micro_batches, placements, [1] * len(placements))
 
 
-def _gather(packed: PackedBatch, wanted: Bool[np.ndarray, "rows pos"], beside: _Rows) -> MicroBatch:
+def _gather(packed: PackedBatch, wanted: Bool[np.ndarray, "rows pos"], beside: _Rows, room: int) -> MicroBatch:
     positions = np.flatnonzero(wanted).astype(np.int32)
 
     def front(values: np.ndarray, padding: float = 0.0) -> Any:
@@ -338,7 +338,7 @@ def _gather(packed: PackedBatch, wanted: Bool[np.ndarray, "rows pos"], beside: _
     reference = packed.reference_log_probs
     return MicroBatch(
         **rows,
-        segments=_segments(packed.segment_ids),
+        segments=Segments.of(packed.segment_ids, room),
         positions=front(np.arange(wanted.size, dtype=np.int32)),
         labels=front(packed.tokens),
         temperature=front(packed.temperature, 1.0),
@@ -352,10 +352,6 @@ def _gather(packed: PackedBatch, wanted: Bool[np.ndarray, "rows pos"], beside: _
         same_version=front(beside.same_version),
         count=count,
     )
-
-
-def _segments(ids: Int32[np.ndarray, "rows pos"]) -> Segments:
-    return Segments.of(ids, max(1, ids.shape[1] // 2))
 
 
 TokenLossFunction = Callable[[LossInputs], TokenLoss]
@@ -495,7 +491,7 @@ def head_outputs(
 def entry_states(decoder: Decoder, batch: MicroBatch, options: ForwardOptions) -> Array:
     """[k, hidden] of the states that predicted the entries' tokens; of padding entries, any state."""
     length, model = batch.tokens.shape[1], decoder.config
-    kernel = attention_kernel(options.attention, options.platform, length, model.dtype, model.shortest_window)
+    kernel = attention_kernel(options.attention, options.platform, length, model.dtype)
     hidden = decoder.hidden_states(batch.tokens, batch.position_ids, batch.segments, options.remat, kernel)
     return hidden.reshape(-1, hidden.shape[-1])[jnp.maximum(batch.positions - 1, 0)]
 

@@ -167,12 +167,14 @@ def light_compilation(platform: str, dtype: str, newer_fusions: bool = False) ->
     Args:
         platform: As JAX names it.
         dtype: Of the model.
-        newer_fusions: Keeps these: they take longer to compile in a model's scan over its layers, and less elsewhere.
+        newer_fusions: Keeps these, as any JAX from 0.11 does: they take longer to compile in a model's scan over its
+            layers, and less elsewhere.
     """
     if platform != "cpu" or dtype != "float32":
         return None
     light = {"xla_backend_optimization_level": 1, "xla_cpu_parallel_codegen_split_count": processors_of_process()}
-    return light if newer_fusions else {**light, "xla_cpu_use_fusion_emitters": False}
+    settable = jax.__version_info__ < (0, 11)  # from there on XLA has no others, and refuses the option
+    return {**light, "xla_cpu_use_fusion_emitters": False} if settable and not newer_fusions else light
 
 
 @cache

@@ -1,6 +1,7 @@
 """Every way to compute attention over packed rows against the dense one, values and gradients."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,18 @@ import numpy as np
 import pytest
 
 from penstock.model.language import Segments
-from penstock.model.language.attention import attention, splash_attention, triton_attention
+from penstock.model.language.attention import attention, splash_attention
 from penstock.model.language.attention_choice import attention_kernel, check_attention
 from penstock.model.language.block_attention import BLOCK, block_attention, first_blocks
+from penstock.model.language.triton_attention import (
+    SMALL_CHIPS,
+    TILE,
+    Blocks,
+    Tuning,
+    triton_attention,
+    tuning_of,
+    visible_ranges,
+)
 from penstock.types import ConfigError
 
 LENGTH = 150
@@ -33,9 +43,13 @@ def drawn(lengths, heads=4, kv_heads=2, head_dim=8, dtype=jnp.float32):
     return [jnp.asarray(x, dtype) for x in (query, key, value, gradient)], segments
 
 
+SMALL_BLOCKS = Tuning(Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2), Blocks(32, 32, 4, 2))
 KERNELS = {
     "blocks of 32": lambda *x, segments, window: block_attention(*x, segments.ids, segments.starts, window, 32),
-    "triton": lambda *x, segments, window: triton_attention(*x, segments.ids, interpret=True),
+    "triton": lambda *x, segments, window: triton_attention(*x, *segments, window=window, interpret=True),
+    "triton by small blocks": lambda *x, segments, window: triton_attention(
+        *x, *segments, window=window, interpret=True, tuning=SMALL_BLOCKS
+    ),
     "splash": lambda *x, segments, window: splash_attention(*x, segments.ids, window, interpret=True),
 }
 
@@ -90,6 +104,13 @@ def test_packed_is_as_unpacked():
         np.testing.assert_allclose(found[0, :30], whole[0, 65:95], atol=1e-5)
 
 
+@pytest.mark.parametrize(("packing", "window"), [("64 segments", None), ("padding", 70)])
+def test_blocks_of_a_gpu_are_as_dense_when_interpreted(packing, window):
+    """Blocks smaller than the row, so that all three ranges of the kernels' loops are there."""
+    arrays, segments = drawn(PACKINGS[packing])
+    assert_as_dense("triton by small blocks", arrays, segments, window)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -97,9 +118,32 @@ def test_kernels_for_other_chips_are_as_dense_when_interpreted(packing, dtype):
     """Keys stand for several query heads; the length is no multiple of a tile."""
     arrays, segments = drawn(PACKINGS[packing], dtype=dtype)
     close = 1e-5 if dtype == jnp.float32 else 2e-2
-    assert_as_dense("triton", arrays, segments, None, close)
     for window in (None, 5, 70):
+        assert_as_dense("triton", arrays, segments, window, close)
+        assert_as_dense("triton by small blocks", arrays, segments, window, close)
         assert_as_dense("splash", arrays, segments, window, close)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "capability"), [(64, None), (64, "8.9"), (96, "9.0"), (256, "8.0"), (256, "12.0")]
+)
+def test_blocks_of_a_gpu_fit_its_shared_memory(monkeypatch, head_dim, capability):
+    """As Triton allots it: the block's own arrays once, those that it meets once a stage; bfloat16."""
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    found, wide = tuning_of(head_dim), 2 * max(64, 1 << (head_dim - 1).bit_length())
+    for part, own in ((found.forward, 1), (found.queries, 2), (found.keys, 2)):
+        assert wide * (own * part.own + 2 * part.stages * part.met) <= (99 if capability in SMALL_CHIPS else 163) * 1024
+        assert TILE % part.own == TILE % part.met == 0
+
+
+def test_a_gpu_block_meets_what_is_seen():
+    segments = Segments.of([[1] * 3 + [2] * 4 + [0]])
+    first, last = visible_ranges(*map(jnp.asarray, segments), None)
+    assert first.tolist() == [[0, 0, 0, 3, 3, 3, 3, 7]]
+    assert last.tolist() == [[2, 2, 2, 6, 6, 6, 6, 7]]
+    first, last = visible_ranges(*map(jnp.asarray, segments), 2)
+    assert first.tolist() == [[0, 0, 1, 3, 3, 4, 5, 7]]
+    assert last.tolist() == [[1, 2, 2, 4, 5, 6, 6, 7]]
 
 
 def test_a_block_meets_only_what_it_may_see():
@@ -145,28 +189,25 @@ def test_segments_of_ids():
 
 def test_a_kernel_without_a_window_refuses_one_that_cuts():
     (query, key, value, _), segments = drawn([150])
-    for kernel in ("triton", "cudnn"):
-        with pytest.raises(NotImplementedError, match=f"attention by {kernel} has no window"):
-            attention(query, key, value, segments, kernel, window=149)
+    with pytest.raises(NotImplementedError, match="attention by cudnn has no window"):
+        attention(query, key, value, segments, "cudnn", window=149)
 
 
 @pytest.mark.parametrize(
-    ("platform", "length", "dtype", "window", "kernel"),
+    ("platform", "length", "dtype", "kernel"),
     [
-        ("cpu", 128, "float32", None, "dense"),
-        ("cpu", 129, "float32", None, "blocks"),
-        ("cpu", 4096, "bfloat16", 1024, "blocks"),
-        ("gpu", 512, "bfloat16", None, "dense"),
-        ("gpu", 513, "bfloat16", None, "triton"),
-        ("gpu", 4096, "bfloat16", 1024, "blocks"),
-        ("gpu", 4096, "bfloat16", 4096, "triton"),
-        ("gpu", 4096, "float32", None, "blocks"),
-        ("tpu", 4096, "bfloat16", 1024, "splash"),
-        ("tpu", 4096, "float32", None, "blocks"),
+        ("cpu", 128, "float32", "dense"),
+        ("cpu", 129, "float32", "blocks"),
+        ("cpu", 4096, "bfloat16", "blocks"),
+        ("gpu", 512, "bfloat16", "dense"),
+        ("gpu", 513, "bfloat16", "triton"),
+        ("gpu", 4096, "float32", "blocks"),
+        ("tpu", 4096, "bfloat16", "splash"),
+        ("tpu", 4096, "float32", "blocks"),
     ],
 )
-def test_what_is_taken_where(platform, length, dtype, window, kernel):
-    assert attention_kernel("auto", platform, length, dtype, window) == kernel
+def test_what_is_taken_where(platform, length, dtype, kernel):
+    assert attention_kernel("auto", platform, length, dtype) == kernel
 
 
 def test_what_is_asked_for_is_taken():
@@ -184,8 +225,7 @@ def test_what_is_asked_for_is_taken():
         ("cudnn", "cpu", {}, None, "cuDNN is NVIDIA's, and this runs on a CPU"),
         ("cudnn", "tpu", {}, None, "cuDNN is NVIDIA's, and this runs on a TPU"),
         ("cudnn", "gpu", {"dtype": "float32"}, 9.0, "its kernel multiplies float32 with fewer bits"),
-        ("pallas", "gpu", {"sliding_window": 9}, 9.0, r"its kernel has no window, and layers .* have one \(9\)"),
-        ("cudnn", "gpu", {"sliding_window": 9}, 9.0, "its kernel has no window"),
+        ("cudnn", "gpu", {"sliding_window": 9}, 9.0, r"its kernel has no window, and layers .* have one \(9\)"),
         ("cudnn", "gpu", {"head_dim": 264}, 9.0, "heads of 264 are not a multiple of 8 up to 256"),
         ("cudnn", "gpu", {"head_dim": 64}, 8.0, "packed rows need compute capability 9.0, and this GPU has 8.0"),
     ],

@@ -113,11 +113,13 @@ def attention(
         return block_attention(query, key, value, segments.ids, segments.starts, window)
     if kernel == "splash":
         return splash_attention(query, key, value, segments.ids, window)
-    if window is not None and window < query.shape[1] and kernel in ("triton", "cudnn"):
-        raise NotImplementedError(f"attention by {kernel} has no window")
     if kernel == "triton":
-        attended = triton_attention(query, key, value, segments.ids)
-    elif kernel == "cudnn":
+        from penstock.model.language.triton_attention import triton_attention  # Pallas takes a while to load
+
+        return triton_attention(query, key, value, *segments, window=window)
+    if kernel == "cudnn":
+        if window is not None and window < query.shape[1]:
+            raise NotImplementedError("attention by cudnn has no window")
         attended = cudnn_attention(query, key, value, segments)
     else:
         by_head = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
@@ -171,12 +173,19 @@ def _scores(
 ) -> Float32[Array, "batch kv_heads rows keys"]:
     """Of each row with each key of its head.
 
-    Few rows are the second operand: XLA's products on CPUs bring that into an order of their own first, and the keys
-    are much more. The barrier is there because XLA would change the operands' places back.
+    On a CPU few rows are the second operand: XLA's products there bring that into an order of their own first, and the
+    keys are much more. The barrier is there because XLA would change the operands' places back.
     """
-    if rows.shape[2] > FEW_ROWS:
+
+    def plain(rows: Array, key: Array) -> Array:
         return product("bhqd,bhkd->bhqk", rows, key)
-    return lax.optimization_barrier(product("bhkd,bhqd->bhkq", key, rows)).swapaxes(2, 3)
+
+    def swapped(rows: Array, key: Array) -> Array:
+        return lax.optimization_barrier(product("bhkd,bhqd->bhkq", key, rows)).swapaxes(2, 3)
+
+    if rows.shape[2] > FEW_ROWS:
+        return plain(rows, key)
+    return lax.platform_dependent(rows, key, cpu=swapped, default=plain)
 
 
 class Pages(NamedTuple):
@@ -337,22 +346,6 @@ def _padded(*arrays: Array) -> list[Array]:
     return [jnp.pad(x, ((0, 0), (0, -x.shape[1] % TILE), *[(0, 0)] * (x.ndim - 2))) for x in arrays]
 
 
-def triton_attention(
-    query: Float[Array, "batch length heads head_dim"],
-    key: Float[Array, "batch length kv_heads head_dim"],
-    value: Float[Array, "batch length kv_heads head_dim"],
-    ids: Int[Array, "batch length"],
-    interpret: bool = False,
-) -> Float[Array, "batch length heads head_dim"]:
-    """By the Pallas kernel for NVIDIA GPUs; `interpret` runs it anywhere, slowly."""
-    from jax.experimental.pallas.ops.gpu.attention import mha
-
-    length, scale = query.shape[1], query.shape[-1] ** -0.5
-    padded = _padded(query, *_repeated(query, key, value), ids)
-    attended: Any = mha(*padded, sm_scale=scale, causal=True, interpret=interpret)
-    return attended[:, :length]
-
-
 def splash_attention(
     query: Float[Array, "batch length heads head_dim"],
     key: Float[Array, "batch length kv_heads head_dim"],
@@ -391,10 +384,12 @@ def cudnn_attention(
     """By cuDNN, which computes segments only; what it leaves at padding is replaced by zeros."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+    real = segments.ids[:, :, None, None] > 0
+    query, key, value = (jnp.where(real, x, 0) for x in (query, key, value))  # or gradients there may be no numbers
     lengths = jnp.where(segments.lengths > 0, segments.lengths, -1).astype(jnp.int32)
     offsets = jnp.pad(segments.starts.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=-1)
     attended: Any = cudnn.dot_product_attention(
         query, *_repeated(query, key, value), q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets,
         kv_offsets=offsets, scale=query.shape[-1] ** -0.5, mask_type=cudnn.MaskType.PADDING_CAUSAL,
     )  # fmt: skip
-    return jnp.where(segments.ids[:, :, None, None] > 0, attended, 0)
+    return jnp.where(real, attended, 0)

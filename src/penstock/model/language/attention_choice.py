@@ -31,26 +31,22 @@ def platform_named(name: str) -> Platform:
     return "cpu" if name == "cpu" else "tpu" if name == "tpu" else "gpu"
 
 
-def attention_kernel(
-    choice: AttentionChoice, platform: Platform, length: int, dtype: str, window: int | None = None
-) -> AttentionKernel:
+def attention_kernel(choice: AttentionChoice, platform: Platform, length: int, dtype: str) -> AttentionKernel:
     """What computes attention over rows of a length.
 
-    ``auto`` is ``dense`` for short rows; for long ones ``blocks`` on CPUs, elsewhere of float32 models, which kernels
-    multiply with fewer bits, and where a kernel has no window; else ``pallas``.
+    ``auto`` is ``dense`` for short rows; for long ones ``blocks`` on CPUs, and elsewhere of float32 models, which
+    kernels multiply with fewer bits; else ``pallas``.
 
     Args:
         choice: What ``learner.attention`` says.
         platform: What the program is compiled for.
         length: Tokens of a row.
         dtype: The model's, ``float32`` or ``bfloat16``.
-        window: Keys that a query sees at most; None: all.
     """
     if choice == "auto":
         if length <= LONGEST_DENSE[platform]:
             return "dense"
-        windowed = platform == "gpu" and window is not None and window < length
-        choice = "blocks" if platform == "cpu" or dtype == "float32" or windowed else "pallas"
+        choice = "blocks" if platform == "cpu" or dtype == "float32" else "pallas"
     if choice == "pallas":
         return "splash" if platform == "tpu" else "triton"
     return choice
@@ -75,7 +71,7 @@ def check_attention(
         reason = "its kernel multiplies float32 with fewer bits; set model.dtype: bfloat16, or leave it at auto"
     elif choice == "pallas" and platform == "cpu":
         reason = "it is for GPUs and TPUs, and this runs on a CPU; leave it at auto"
-    elif model.shortest_window is not None and (choice == "cudnn" or (choice == "pallas" and platform == "gpu")):
+    elif model.shortest_window is not None and choice == "cudnn":
         reason = f"its kernel has no window, and layers of this model have one ({model.shortest_window}); take auto"
     elif choice == "cudnn":
         reason = _refusal_of_cudnn(platform, model, capability)

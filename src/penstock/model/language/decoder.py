@@ -42,7 +42,7 @@ from penstock.model.language.adapter import Adapter
 from penstock.model.language.attention import Segments, attention
 from penstock.model.language.attention_choice import AttentionKernel, Remat
 from penstock.model.language.config import ADAPTER, ModelConfig, RopeScaling, YarnScaling
-from penstock.model.language.precision import linear, product, rounded
+from penstock.model.language.precision import FLOAT32, linear, product, rounded
 
 Tree = TypeVar("Tree")
 
@@ -218,19 +218,20 @@ class Layer(eqx.Module):
             added = _normed(rounded(added, dtype), self.attention_out_norm, config)
         x = checkpoint_name(x + added, "residual")
         normed = rounded(_normed(x, self.post_norm, config), dtype)
-        gate = checkpoint_name(rounded(self._times(normed, "gate"), dtype), "gate").astype(jnp.float32)
-        up = checkpoint_name(rounded(self._times(normed, "up"), dtype), "up").astype(jnp.float32)
+        gate = checkpoint_name(self._times(normed, "gate", dtype), "gate").astype(jnp.float32)
+        up = checkpoint_name(self._times(normed, "up", dtype), "up").astype(jnp.float32)
         opened = jax.nn.gelu(gate, approximate=True) if config.is_gemma else jax.nn.silu(gate)
         added = self._times(rounded(opened * up, dtype), "down")
         if self.mlp_out_norm is not None:
             added = _normed(rounded(added, dtype), self.mlp_out_norm, config)
         return x + added
 
-    def _times(self, x: Float[Array, "*batch inputs"], name: str) -> Float[Array, "*batch outputs"]:
-        """Times one of the matrices, and what an adapter adds to it; float32."""
-        pair = None if self.adapter is None else getattr(self.adapter, name)
-        own = linear(x, getattr(self, name))
-        return own if pair is None else own + pair(x)
+    def _times(
+        self, x: Float[Array, "*batch inputs"], name: str, dtype: jnp.dtype = FLOAT32
+    ) -> Float[Array, "*batch outputs"]:
+        """Times one of the matrices, and what an adapter adds to it; the sum is rounded to `dtype`."""
+        pair, matrix = None if self.adapter is None else getattr(self.adapter, name), getattr(self, name)
+        return linear(x, matrix, dtype) if pair is None else rounded(linear(x, matrix) + pair(x), dtype)
 
 
 def _heads(projected: Array, bias: Array | None, heads: int) -> Array:

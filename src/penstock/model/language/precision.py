@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+FLOAT32 = jnp.dtype(jnp.float32)
+
 
 def rounded(x: Float[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape"]:
     """X in `dtype`, truly rounded to it.
@@ -23,8 +25,8 @@ def rounded(x: Float[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape
     return jax.lax.reduce_precision(x, found.nexp, found.nmant).astype(dtype)
 
 
-def product(subscripts: str, left: Array, right: Array) -> Array:
-    """Einsum of two arrays of one dtype, summed and returned in float32, on every platform.
+def product(subscripts: str, left: Array, right: Array, dtype: jnp.dtype = FLOAT32) -> Array:
+    """Einsum of two arrays of one dtype, summed in float32 on every platform.
 
     Highest precision: an accelerator would otherwise multiply float32 in TF32 or bfloat16. Gradients are products of
     the same kind, with the incoming one rounded to the operands' dtype: else a bfloat16 model would be differentiated
@@ -34,18 +36,26 @@ def product(subscripts: str, left: Array, right: Array) -> Array:
         subscripts: Every index of an operand is in the other one or in the result; no ellipsis.
         left: First operand.
         right: Second operand.
+        dtype: Of the result, which is rounded once. An NVIDIA GPU then writes nothing wider: half as much to write and
+            to read, of a product that takes a quarter less time.
     """
-    return cast(Array, _product(subscripts, left, right))
+    return cast(Array, _product(subscripts, dtype, left, right))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(subscripts: str, left: Array, right: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(subscripts: str, dtype: jnp.dtype, left: Array, right: Array) -> Array:
     swapped, dimensions, order = _contraction(subscripts)
     if swapped:
         left, right = right, left
-    found = jax.lax.dot_general(
-        left, right, dimensions, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
+    times = partial(jax.lax.dot_general, dimension_numbers=dimensions, precision=jax.lax.Precision.HIGHEST)
+    summed = partial(times, preferred_element_type=jnp.float32)
+    if dtype == jnp.float32:
+        found = summed(left, right)
+    else:  # what cuBLAS and Triton sum in float32, whatever they write, others might sum in `dtype`
+        found = jax.lax.platform_dependent(
+            left, right, cuda=partial(times, preferred_element_type=dtype),
+            default=lambda *both: rounded(summed(*both), dtype),
+        )  # fmt: skip
     return found if order is None else found.transpose(order)
 
 
@@ -72,27 +82,32 @@ def _axes(left: str, right: str, result: str) -> tuple[Any, tuple[int, ...] | No
     return tuple(places), None if order == tuple(range(len(order))) else order
 
 
-def _product_forward(subscripts: str, left: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
-    return product(subscripts, left, right), (left, right)
+def _product_forward(subscripts: str, dtype: jnp.dtype, left: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
+    return product(subscripts, left, right, dtype), (left, right)
 
 
-def _product_backward(subscripts: str, operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+def _product_backward(
+    subscripts: str, dtype: jnp.dtype, operands: tuple[Array, Array], gradient: Array
+) -> tuple[Array, Array]:
     left, right = operands
     inputs, result = subscripts.split("->")
     first, second = inputs.split(",")
     gradient = rounded(gradient, left.dtype)
-    to_left = product(f"{result},{second}->{first}", gradient, right)
-    to_right = product(f"{first},{result}->{second}", left, gradient)
-    return to_left.astype(left.dtype), to_right.astype(right.dtype)
+    to_left = product(f"{result},{second}->{first}", gradient, right, left.dtype)
+    to_right = product(f"{first},{result}->{second}", left, gradient)  # a matrix's is added up in float32
+    return to_left, to_right.astype(right.dtype)
 
 
 _product.defvjp(_product_forward, _product_backward)
 
 
-def linear(x: Float[Array, "*batch inputs"], matrix: Float[Array, "inputs outputs"]) -> Float[Array, "*batch outputs"]:
-    """Multiplies the last axis by a matrix; the result is float32.
+def linear(
+    x: Float[Array, "*batch inputs"], matrix: Float[Array, "inputs outputs"], dtype: jnp.dtype = FLOAT32
+) -> Float[Array, "*batch outputs"]:
+    """Multiplies the last axis by a matrix; the result is of `dtype`, rounded once.
 
     As a product of two matrices, because XLA's CPU compiler otherwise makes a transposed copy of the larger
     operand for every weight gradient: that alone took 17% off the backward pass of a 6M model.
     """
-    return product("ni,io->no", x.reshape(-1, x.shape[-1]), matrix).reshape(*x.shape[:-1], matrix.shape[-1])
+    found = product("ni,io->no", x.reshape(-1, x.shape[-1]), matrix, dtype)
+    return found.reshape(*x.shape[:-1], matrix.shape[-1])

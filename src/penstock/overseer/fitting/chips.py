@@ -110,7 +110,10 @@ CHIPS: dict[str, Chip] = {
 }
 """By the name in a target."""
 
-_COMPILERS: dict[Platform, tuple[str, str]] = {"cuda": ("jax_cuda12_plugin", "cuda-fit"), "tpu": ("libtpu", "tpu-fit")}
+_COMPILERS: dict[Platform, tuple[tuple[str, ...], str]] = {
+    "cuda": (("jax_cuda12_plugin", "jax_cuda13_plugin"), "cuda-fit"), "tpu": (("libtpu",), "tpu-fit")
+}  # fmt: skip
+"""By platform: modules of which one compiles for it, and the extra that installs one."""
 
 
 def parse_target(target: str) -> Chip:
@@ -131,8 +134,8 @@ def parse_target(target: str) -> Chip:
             f"give {name}:1"
         )
     chip = CHIPS[name]
-    module, extra = _COMPILERS[chip.platform]
-    if importlib.util.find_spec(module) is None:
+    modules, extra = _COMPILERS[chip.platform]
+    if all(importlib.util.find_spec(module) is None for module in modules):
         raise ConfigError(
             f"--target is {target!r}, and its compiler is not installed: pip install 'penstock[{extra}]' (it needs no "
             "such chip)"

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import Moves, ServedWeights, create_cache
@@ -175,7 +175,7 @@ class RunShapes:
         )
         for count, length in self.prefills:
             tokens, prompts = np.zeros((count, length), np.int32), f"{count} × {length:,} prompt tokens"
-            kernel = attention_kernel("auto", self._platform, length, self.model.dtype, self.model.shortest_window)
+            kernel = attention_kernel("auto", self._platform, length, self.model.dtype)
             prefill = functools.partial(run.prefill.lower, self.weights, tokens, kernel=kernel)
             found[f"prefill, {prompts}"] = prefill
             prefilled, nowhere = self.cache(count, length).keys[0], Moves.of({}, slots, length)
@@ -215,6 +215,9 @@ class ChipCompiler:
     def __init__(self, chip: Chip) -> None:
         self.chip = chip
         self.place = chip.place()
+        (device,) = self.place.device_set
+        meant = AbstractDevice(device.device_kind, None, device.platform)
+        self._mesh = AbstractMesh((), (), abstract_device=meant)  # by it kernels learn what they are compiled for
         self._done: dict[str, CompiledPart] = {}
 
     def compile(self, name: str, side: Side, lowering: Lowering) -> CompiledPart:
@@ -224,7 +227,8 @@ class ChipCompiler:
             Exception: the compiler's own, of anything but a chip that is too small.
         """
         arguments, keywords = jax.tree.map(self._on_chip, (lowering.args, lowering.keywords))
-        lowered = lowering.func(*arguments, **keywords)
+        with use_abstract_mesh(self._mesh):
+            lowered = lowering.func(*arguments, **keywords)
         key = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         if key not in self._done:
             effort = {"exec_time_optimization_effort": -1.0} if self.chip.platform == "tpu" else None
