@@ -1,6 +1,6 @@
 """What of an accelerator an update uses, what costs it most, and what `penstock fit` foretells of a step.
 
-    python -m benchmarks.utilisation [--models 0.5b 1.5b] [--rows 4096 16384]
+    python -m benchmarks.utilisation [--models 0.5b 1.5b] [--rows 4096 16384] [--update-only]
 
 Models at random, each with each length of rows in a process of its own, on what JAX computes on: an update of
 `--tokens`, an eighth of them at once, in which every sequence fills its row, half of it prompt. Printed are
@@ -102,21 +102,22 @@ class Ran(NamedTuple):
     parts: Mapping[str, float]
 
 
-def run_here(case: Case) -> Ran:
-    """Runs it on JAX's default device, in this process."""
+def run_here(case: Case, alone: bool = False) -> Ran:
+    """Runs it on JAX's default device, in this process; `alone`: nothing but the update, whose peak of memory it is."""
     import jax
 
     from penstock.overseer.fitting.report import StepWork, attention_flops, layer_matrices
 
     config = case.config
     model, work = shape_named(case.model, config), StepWork.of(config)
-    peak = measured(config, model)
+    peak = 0 if alone else measured(config, model)
     gc.collect()
-    update_s, phases = _timed_phases(config, model, work)
+    update_s, phases = _timed_update(config, model, work) if alone else _timed_phases(config, model, work)
     length, tokens = work.sequence_tokens, work.sequences * work.sequence_tokens
     body = 2 * layer_matrices(model) * tokens + work.sequences * attention_flops(model, length, length / 2)
     flops = 3.0 * (body + 2 * model.vocab_size * model.hidden_size * work.sequences * work.answer_tokens)
-    parts = _timed_parts(config, model, work) | {"optimiser": phases["optimiser"]}
+    parts = ({} if alone else _timed_parts(config, model, work)) | {"optimiser": phases["optimiser"]}
+    peak = peak or (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     return Ran(jax.local_devices()[0].device_kind, model.dtype, peak, flops, tokens, update_s, phases, parts)
 
 
@@ -128,32 +129,44 @@ def read_back(folder: Path) -> dict[Case, Ran]:
     }
 
 
-def run_apart(case: Case) -> Ran:
+def run_apart(case: Case, alone: bool = False) -> Ran:
     """The same in a process of its own, which is given as much of a GPU as `penstock fit` counts.
 
     Raises:
         subprocess.SubprocessError: it failed, or took an hour.
     """
     given = PAGES_OF_ITS_OWN | {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(CUDA_FRACTION)}
+    words = ["--case", json.dumps(case), *(["--update-only"] if alone else [])]
     answer = subprocess.run(
-        [sys.executable, "-m", "benchmarks.utilisation", "--case", json.dumps(case)],
+        [sys.executable, "-m", "benchmarks.utilisation", *words],
         stdout=subprocess.PIPE, text=True, timeout=3600, check=True, env=given | os.environ,
     )  # fmt: skip
     return Ran(*json.loads(answer.stdout.splitlines()[-1]))
 
 
-def _timed_phases(config: RunConfig, model: ModelConfig, work: Any) -> tuple[float, dict[str, float]]:
-    """Seconds of an update, and of the phases of a step; the best of some."""
+def _drawn(model: ModelConfig) -> Any:
+    """A decoder at random, drawn where it computes: `Decoder.initialise` takes seconds for a billion numbers."""
     import jax
-    import numpy as np
 
-    from penstock.inference.model_runner import ModelRunner
+    from penstock.model.language import Decoder
+
+    leaves, structure = jax.tree.flatten(Decoder.of_shapes(model))
+
+    def draw(key: Any) -> list[Any]:
+        keys = jax.random.split(key, len(leaves))
+        return [0.02 * jax.random.normal(own, x.shape, x.dtype) for own, x in zip(keys, leaves, strict=True)]
+
+    return jax.tree.unflatten(structure, jax.jit(draw)(jax.random.key(0)))
+
+
+def _timed_update(config: RunConfig, model: ModelConfig, work: Any) -> tuple[float, dict[str, float]]:
+    """Seconds of an update, and of its phases; the best of some."""
     from penstock.learner import Learner
-    from penstock.model.language import Decoder, named_arrays
 
-    engine, decoder = config.inference, Decoder.initialise(model, jax.random.key(0))
-    runner, learner = ModelRunner(decoder, engine), Learner(decoder, config.learner, total_steps=REPEATS + 1)
-    del decoder
+    return _updated(Learner(_drawn(model), config.learner, total_steps=REPEATS + 1), config, model, work)
+
+
+def _updated(learner: Any, config: RunConfig, model: ModelConfig, work: Any) -> tuple[float, dict[str, float]]:
     batch = batch_of(config, work.sequences, work.prompt_tokens, model.vocab_size)
     updates = []
     for step in range(REPEATS + 1):  # the first compiles
@@ -161,6 +174,21 @@ def _timed_phases(config: RunConfig, model: ModelConfig, work: Any) -> tuple[flo
         metrics = learner.update(replace(batch, step=step), step)
         updates.append((time.perf_counter() - started, metrics))
     update_s, update = min(updates[1:], key=lambda each: each[0])
+    return update_s, {"gradient": update["time/forward_backward"], "optimiser": update["time/apply"]}
+
+
+def _timed_phases(config: RunConfig, model: ModelConfig, work: Any) -> tuple[float, dict[str, float]]:
+    """The same, and of the other phases of a step."""
+    import numpy as np
+
+    from penstock.inference.model_runner import ModelRunner
+    from penstock.learner import Learner
+    from penstock.model.language import named_arrays
+
+    engine, decoder = config.inference, _drawn(model)
+    runner, learner = ModelRunner(decoder, engine), Learner(decoder, config.learner, total_steps=REPEATS + 1)
+    del decoder
+    update_s, of_update = _updated(learner, config, model, work)
 
     middle, padded = work.prompt_tokens + work.answer_tokens // 2, engine.padded_length(work.prompt_tokens)
     runner.resize(next(n for n in engine.window_buckets if n >= middle + engine.steps_per_dispatch))
@@ -178,8 +206,7 @@ def _timed_phases(config: RunConfig, model: ModelConfig, work: Any) -> tuple[flo
     return update_s, {
         "prefill": ceil(work.prompts / len(prompts)) * best_s(prefill, REPEATS),
         "decode": dispatches * best_s(lambda: runner.decode(rows), REPEATS),
-        "gradient": update["time/forward_backward"],
-        "optimiser": update["time/apply"],
+        **of_update,
         "hand-over": best_s(lambda: runner.load(runner.prepare(named_arrays(learner.decoder))), REPEATS),
     }
 
@@ -251,6 +278,7 @@ def utilise(
     known: Mapping[Case, Ran] = MappingProxyType({}),
     keep: Path | None = None,
     foretell: bool = True,
+    alone: bool = False,
 ) -> int:
     """Runs and prints all cases, and what is foretold of them; how many marks were missed, or cases failed.
 
@@ -260,11 +288,12 @@ def utilise(
         known: Cases that have run, and are not run again.
         keep: Folder of a file for each that runs here.
         foretell: Whether to print what is foretold.
+        alone: Whether nothing but the update is run.
     """
     marks, found = Marks(), dict[Case, Ran]()
     for case in cases:
         try:
-            ran = found[case] = known[case] if case in known else run_apart(case)
+            ran = found[case] = known[case] if case in known else run_apart(case, alone)
         except subprocess.SubprocessError as error:
             print(f"{case.model}, rows of {case.length:,}: failed: {error}", flush=True)
             marks.missed += 1
@@ -323,12 +352,13 @@ def print_foretold(case: Case, ran: Ran, target: str | None) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parse(words)
     if arguments.case:
-        print(json.dumps(run_here(Case.read(arguments.case))))
+        print(json.dumps(run_here(Case.read(arguments.case), arguments.update_only)))
         return 0
     chosen = product(arguments.models, arguments.rows)
     known = read_back(arguments.measured) if arguments.measured else {}
     cases = list(known) or [Case(model, length, arguments.tokens, tuple(arguments.set)) for model, length in chosen]
-    return int(utilise(cases, arguments.target, known, arguments.keep, not arguments.no_fit) > 0)
+    alone = arguments.update_only
+    return int(utilise(cases, arguments.target, known, arguments.keep, not (arguments.no_fit or alone), alone) > 0)
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -340,6 +370,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", nargs="+", default=(), metavar="KEY=VALUE", help="of the runs")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="writes there what was measured")
     parser.add_argument("--measured", type=Path, metavar="FOLDER", help="of --keep, perhaps elsewhere: runs nothing")
+    parser.add_argument("--update-only", action="store_true", help="no engine, no parts, nothing foretold")
     parser.add_argument("--no-fit", action="store_true", help="nothing is foretold: only a machine with a compiler can")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     return parser.parse_args(words)

@@ -8,7 +8,7 @@ from pathlib import Path
 import benchmarks.utilisation
 import pytest
 from benchmarks.marks import Marks
-from benchmarks.utilisation import AIMS, KINDS, Case, Ran, main, print_foretold, print_run, utilise
+from benchmarks.utilisation import AIMS, KINDS, Case, Ran, main, print_foretold, print_run, read_back, utilise
 
 from penstock.overseer.fitting.chips import CHIPS
 
@@ -76,7 +76,7 @@ def test_what_is_foretold_stands_beside_what_was_measured_and_a_missing_compiler
 
 
 def test_a_case_that_fails_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, capsys):
-    def run_apart(case: Case) -> Ran:
+    def run_apart(case: Case, alone: bool) -> Ran:
         if case.length == 16384:
             raise subprocess.CalledProcessError(1, "it")
         return ran("NVIDIA L4")
@@ -85,6 +85,18 @@ def test_a_case_that_fails_is_said_and_the_others_go_on(monkeypatch: pytest.Monk
     assert utilise([CASE._replace(length=16384), CASE], None) == 1
     said = capsys.readouterr().out
     assert "0.5b, rows of 16,384: failed" in said and "0.5b, bfloat16, rows of 4,096, on NVIDIA L4" in said
+
+
+def test_what_was_measured_elsewhere_is_printed_and_runs_nothing(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(benchmarks.utilisation, "run_apart", lambda *case: ran("NVIDIA L4"))
+    changed = CASE._replace(changes=("learner.remat=products",))
+    assert utilise([CASE, changed], None, keep=tmp_path, foretell=False) == 0
+    measured = capsys.readouterr().out
+    known = read_back(tmp_path)
+    assert known == {CASE: ran("NVIDIA L4"), changed: ran("NVIDIA L4")}
+    monkeypatch.setattr(benchmarks.utilisation, "run_apart", lambda *case: pytest.fail("it ran"))
+    assert utilise([CASE, changed], None, known, foretell=False) == 0
+    assert capsys.readouterr().out == measured
 
 
 def test_every_case_that_has_a_mark_is_a_run_and_every_target_a_chip():

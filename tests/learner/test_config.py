@@ -1,6 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
+from penstock.batch import RowShape
 from penstock.learner import CriticConfig, LearnerConfig, LossConfig, OptimizerConfig, WarmStartConfig
 from penstock.learner.config import keeps_softmax
 
@@ -53,9 +54,17 @@ def test_a_dumped_config_loads_as_itself():
 
 def test_rows_of_several_lengths_have_the_tokens_of_the_longest():
     config = LearnerConfig(row_lengths=[64, 100, 256], micro_batch_rows=2)
-    assert config.row_length == 256 and config.row_shapes == ((64, 8), (100, 5), (256, 2))
+    assert config.row_length == 256 and [shape[:2] for shape in config.row_shapes] == [(64, 8), (100, 5), (256, 2)]
     one = LearnerConfig(row_length=256, micro_batch_rows=2)
-    assert one.row_shapes == ((256, 2),) and one == LearnerConfig(row_lengths=[], row_length=256, micro_batch_rows=2)
+    assert one.row_shapes == (RowShape(256, 2),) and one == LearnerConfig(
+        row_lengths=[], row_length=256, micro_batch_rows=2
+    )
+
+
+def test_rows_for_cudnn_have_room_for_hardly_more_sequences_than_they_hold():
+    usual, tight = (LearnerConfig(attention=attention).row_shape(256) for attention in ("auto", "cudnn"))
+    assert [usual.room(sequences) for sequences in (1, 9)] == [128, 128]
+    assert [tight.room(sequences) for sequences in (0, 1, 8, 9, 16, 17, 128)] == [8, 8, 8, 16, 16, 32, 128]
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,7 @@ class Learner:
         self._decoder = decoder
         own = beside_base(config.optimizer, decoder.config)
         self._config = config = config.model_copy(update={"optimizer": own})
-        self._base_digest = ""
-        self._total_steps = total_steps
-        self._seed = seed
+        self._base_digest, self._total_steps, self._seed = "", total_steps, seed
         self._max_output_tokens = max_output_tokens or {}
         self.coming: Callable[[int], TrainingBatch | None] = lambda step: None
         self._ahead: tuple[str, UpdatePlan] | None = None  # of the batch with that id
@@ -119,6 +117,7 @@ class Learner:
         self._accumulate = compiled.policy_accumulator(config.loss, options, frozen, *sources)
         self._value = compiled.value_scorer(options)
         self._apply = applier(config.optimizer, options.platform, options.dtype)
+        self._ahead_of_device = 0 if options.platform == "cpu" else 1  # micro-batches beside that it is at
         self._score, self._score_entropy = compiled.scorer(options), compiled.scorer(options, "entropy")
 
     @property
@@ -555,11 +554,13 @@ class Learner:
 
         `meanwhile` is called once the device has begun with each of them.
         """
-        so_far = self._zeros(self._decoder, critic=critic)
+        so_far, begun = self._zeros(self._decoder, critic=critic), list[jax.Array]()
         for micro_batch in micro_batches:
             so_far = accumulate(self._decoder, so_far, micro_batch, critic=critic)
+            begun.append(so_far.sums.loss + 0)  # the next one takes the sum itself
             meanwhile()
-            so_far.sums.loss.block_until_ready()  # so that an engine on this device gets its turns
+            if len(begun) > self._ahead_of_device:  # so that an engine on this device gets its turns
+                begun.pop(0).block_until_ready()
         return (so_far.gradients, so_far.critic), jax.device_get(so_far.sums)
 
     def _count_skipped(self, applied: Sequence[AppliedUpdate]) -> None:

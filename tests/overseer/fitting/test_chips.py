@@ -34,6 +34,12 @@ def test_without_its_compiler_one_line_says_what_to_install(monkeypatch, target,
         parse_target(target)
 
 
+@pytest.mark.parametrize("plugin", ["jax_cuda12_plugin", "jax_cuda13_plugin"])
+def test_any_plugin_for_nvidia_compiles(monkeypatch, plugin):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == plugin else None)
+    assert parse_target("h100:1") is CHIPS["h100"]
+
+
 def test_this_machine_has_its_free_memory_and_rates_that_it_gave(monkeypatch):
     monkeypatch.setattr(chips, "free_memory_bytes", lambda: 5)
     monkeypatch.setattr(chips, "matrix_product_flops", lambda: 7.0)

@@ -75,12 +75,13 @@ class Segments(NamedTuple):
         room: int = length if most is None else most
         if ids.size and ids.max() > room:
             raise ValueError(f"a row of {ids.max()} segments, where there is room for {room}")
-        row, position = np.nonzero(ids)
-        at = row, ids[row, position] - 1
-        starts, lengths = np.full((rows, room), length, np.int32), np.zeros((rows, room), np.int32)
-        np.minimum.at(starts, at, position)
-        np.add.at(lengths, at, 1)
-        return cls(ids, np.where(lengths > 0, starts, -1), lengths)  # pyright: ignore[reportArgumentType]
+        begins = (ids > 0) & (np.diff(ids, axis=1, prepend=0) != 0)
+        row, position = np.nonzero(begins)
+        starts = np.full((rows, room), -1, np.int32)
+        starts[row, ids[row, position] - 1] = position
+        named = (np.arange(rows)[:, None] * (room + 1) + ids).ravel()
+        lengths = np.bincount(named, minlength=rows * (room + 1)).reshape(rows, room + 1)[:, 1:].astype(np.int32)
+        return cls(ids, starts, lengths)  # pyright: ignore[reportArgumentType]
 
 
 def attention(
