@@ -26,6 +26,7 @@ $PYTHON -m penstock doctor
 $PYTHON -m penstock train cats --dry-run
 $PYTHON -m benchmarks.generation --repeats 9
 $PYTHON -m benchmarks.update --repeats 9
+$PYTHON -m benchmarks.attention
 $PYTHON -m benchmarks.utilisation
 $PYTHON -m benchmarks.steps --steps 12
 $PYTHON -m benchmarks.learning cats --seeds 3

@@ -5,12 +5,12 @@ where. Only ``dense`` makes an array of length × length.
 
 ``dense``   two plain products and a softmax; the one whose results all others are held to
 ``blocks``  plain JAX by blocks, masked ones skipped (`penstock.model.language.block_attention`)
-``triton``  JAX's Pallas kernel for NVIDIA GPUs; keys are repeated, since it finds them by the query's head
+``triton``  kernels of our own for NVIDIA GPUs, masked blocks skipped (`penstock.model.language.triton_attention`)
 ``splash``  JAX's Pallas kernel for TPUs; masked blocks are skipped, those of other segments are not
-``cudnn``   cuDNN's packed attention by JAX 0.10.2's private API; keys are repeated, since it misplaces them otherwise
+``cudnn``   cuDNN's packed attention by JAX's private API; keys are repeated, since 0.10.2 misplaces them otherwise
 
-The last three have not run on their chips: their numbers are tested in interpret mode (cuDNN's cannot be), and they
-are compiled for chips that are not there. Whether engine and learner agree is checked by every run.
+The last three are tested in interpret mode (cuDNN's cannot be) and compiled for chips that are not there; ``triton``
+and ``cudnn`` have run on one (docs/performance.md). Whether engine and learner agree is checked by every run.
 
 Of a cache `grouped_attention` reads everything, and `paged_attention` only what rows have filled, page by page. Keys
 and values are laid out (batch, head, position, dim). That layout is the fast one on a CPU: both products are plain
