@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from penstock.model.language import Segments
-from penstock.model.language.attention import attention, splash_attention
+from penstock.model.language.attention import BLOCK, attention, block_attention, first_blocks
 from penstock.model.language.attention_choice import attention_kernel, check_attention
-from penstock.model.language.block_attention import BLOCK, block_attention, first_blocks
-from penstock.model.language.triton_attention import (
+from penstock.model.language.chip_attention import (
     SMALL_CHIPS,
     TILE,
     Blocks,
     Tuning,
+    splash_attention,
     triton_attention,
     tuning_of,
     visible_ranges,

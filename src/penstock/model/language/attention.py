@@ -4,19 +4,24 @@
 where. Only ``dense`` makes an array of length × length.
 
 ``dense``   two plain products and a softmax; the one whose results all others are held to
-``blocks``  plain JAX by blocks, masked ones skipped (`penstock.model.language.block_attention`)
-``triton``  kernels of our own for NVIDIA GPUs, masked blocks skipped (`penstock.model.language.triton_attention`)
-``splash``  JAX's Pallas kernel for TPUs; masked blocks are skipped, those of other segments are not
-``cudnn``   cuDNN's packed attention by JAX's private API; keys are repeated, since 0.10.2 misplaces them otherwise
+``blocks``  plain JAX by blocks, masked ones skipped
+others      of chips: `penstock.model.language.chip_attention`
 
-The last three are tested in interpret mode (cuDNN's cannot be) and compiled for chips that are not there; ``triton``
-and ``cudnn`` have run on one (docs/performance.md). Whether engine and learner agree is checked by every run.
+Whether engine and learner agree, which may take different ones, is checked by every run.
 
-Of a cache `grouped_attention` reads everything, and `paged_attention` only what rows have filled, page by page. Keys
-and values are laid out (batch, head, position, dim). That layout is the fast one on a CPU: both products are plain
+*Blocks.* Online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867) and a backward pass that makes
+weights again from the saved log-sum-exp (Dao 2023, https://arxiv.org/abs/2307.08691). A block of queries meets only
+blocks of keys that hold something it may see: from where its earliest segment or its window begins, to its own; a
+block of padding meets none. These bounds are data, so that one program does for every packing. Time is in proportion
+to the sum over segments of length squared, memory to the sum of lengths. Query heads share their key head's arrays.
+Blocks of all rows are taken one after the other, each large enough for a CPU's cores.
+
+*Caches.* `grouped_attention` reads everything of one, and `paged_attention` only what rows have filled, page by page.
+Keys and values are laid out (batch, head, position, dim). That layout is the fast one on a CPU: both products are plain
 batched matrix products over contiguous rows, and a cache needs no transposition.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from penstock.model.language.attention_choice import AttentionKernel
-from penstock.model.language.block_attention import block_attention
 from penstock.model.language.precision import product, rounded
-
-TILE = 128
-"""Rows are padded to a multiple of this for kernels that are made of such tiles."""
 
 PAGE = 64
 """Positions of a page of the cache: below, more and smaller products cost as much as the positions that they save."""
@@ -44,6 +45,10 @@ FEW_ROWS = 8
 
 MASKED = -1e30
 """Score of a forbidden pair: finite, so that a row without any allowed key gives no NaN."""
+
+BLOCK = 64
+"""Queries, and keys, of a block. Of 32 to 256 the fastest for sequences up to 512 tokens on one core, forward and
+backward; 128 is 5% faster for one of 4,096, and 1.5 times as slow for 64 of 64."""
 
 
 class Segments(NamedTuple):
@@ -112,19 +117,12 @@ def attention(
     segments = Segments(*map(jnp.asarray, segments))
     if kernel == "blocks":
         return block_attention(query, key, value, segments.ids, segments.starts, window)
-    if kernel == "splash":
-        return splash_attention(query, key, value, segments.ids, window)
-    if kernel == "triton":
-        from penstock.model.language.triton_attention import triton_attention  # Pallas takes a while to load
+    if kernel != "dense":
+        from penstock.model.language.chip_attention import chip_attention  # Pallas takes a while to load
 
-        return triton_attention(query, key, value, *segments, window=window)
-    if kernel == "cudnn":
-        if window is not None and window < query.shape[1]:
-            raise NotImplementedError("attention by cudnn has no window")
-        attended = cudnn_attention(query, key, value, segments)
-    else:
-        by_head = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-        attended = grouped_attention(query, *by_head, packed_mask(segments.ids, window))
+        return chip_attention(kernel, query, key, value, *segments, window=window)
+    by_head = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+    attended = grouped_attention(query, *by_head, packed_mask(segments.ids, window))
     return checkpoint_name(attended, "attended")
 
 
@@ -337,60 +335,174 @@ def _joined(
     return weighted / jnp.where(total > 0, total, 1.0)[..., None]
 
 
-def _repeated(query: Array, *shared: Array) -> list[Array]:
-    """Keys and values with a head of their own for each of the query's."""
-    return [jnp.repeat(each, query.shape[2] // each.shape[2], axis=2) for each in shared]
+class _BlockShape(NamedTuple):
+    """Blocks per row, positions of a block, and how many keys a query sees at most (None: all)."""
+
+    blocks: int
+    block: int
+    window: int | None
 
 
-def _padded(*arrays: Array) -> list[Array]:
-    """[batch, length, …] with `length` a multiple of `TILE`; zeros are added."""
-    return [jnp.pad(x, ((0, 0), (0, -x.shape[1] % TILE), *[(0, 0)] * (x.ndim - 2))) for x in arrays]
-
-
-def splash_attention(
-    query: Float[Array, "batch length heads head_dim"],
-    key: Float[Array, "batch length kv_heads head_dim"],
-    value: Float[Array, "batch length kv_heads head_dim"],
-    ids: Int[Array, "batch length"],
+def block_attention(
+    query: Float[Array, "rows length heads head_dim"],
+    key: Float[Array, "rows length kv_heads head_dim"],
+    value: Float[Array, "rows length kv_heads head_dim"],
+    ids: Int[Array, "rows length"],
+    starts: Int[Array, "rows segments"],
     window: int | None = None,
-    interpret: bool = False,
-) -> Float[Array, "batch length heads head_dim"]:
-    """By the Pallas kernel for TPUs; `interpret` runs it anywhere, slowly."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    block: int = BLOCK,
+) -> Float[Array, "rows length heads head_dim"]:
+    """softmax(q·k / sqrt(head_dim)) v over the keys of a query's segment up to it.
 
-    batch, length, heads, head_dim = query.shape
-    kv_heads, group = key.shape[2], heads // key.shape[2]
-    scaled = rounded(query.astype(jnp.float32) * head_dim**-0.5, query.dtype)  # the kernel has no scale
-    query, key, value, ids = _padded(scaled, key, value, ids)
-    square = query.shape[1], query.shape[1]
-    mask = masks.CausalMask(square) if window is None else masks.LocalMask(square, (window - 1, 0), offset=0)
-    kernel = kernels.make_splash_mqa(
-        masks.MultiHeadMask([mask] * group), head_shards=1, q_seq_shards=1, residual_checkpoint_name="attended",
-        interpret=interpret,
-    )  # fmt: skip
-    of_key_heads = jax.vmap(kernel, in_axes=(0, 0, 0, None))
-    grouped = query.reshape(batch, -1, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
-    by_head = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-    attended: Any = jax.vmap(of_key_heads)(grouped, *by_head, kernels.SegmentIds(ids, ids))
-    return attended.transpose(0, 3, 1, 2, 4).reshape(batch, -1, heads, head_dim)[:, :length]
+    Args:
+        query: As `Layer.project` returns it; consecutive heads share a key head.
+        key: In the layout of `query`, with as many heads as keys have.
+        value: In the layout of `key`.
+        ids: 1, 2, … per segment, 0 for padding; a segment's positions lie together.
+        starts: Position where segment s begins, at s − 1.
+        window: So many keys at most, the query's own among them; None: all.
+        block: Positions of a block.
+
+    Returns:
+        Results; those at padding mean nothing, but are finite.
+    """
+    rows, length, heads, head_dim = query.shape
+    kv_heads = key.shape[2]
+    shape = _BlockShape(-(-length // block), block, window)
+    padding = shape.blocks * block - length
+    query, key, value = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (query, key, value))
+    ids = jnp.pad(ids, ((0, 0), (0, padding))).astype(jnp.int32)
+    first = first_blocks(ids, starts, block, window)
+    grouped = query.reshape(rows, shape.blocks, block, kv_heads, heads // kv_heads, head_dim)
+    grouped = grouped.transpose(0, 1, 3, 4, 2, 5).reshape(rows * shape.blocks, kv_heads, -1, head_dim)
+    in_blocks = (x.reshape(-1, block, kv_heads, head_dim).transpose(0, 2, 1, 3) for x in (key, value))
+    attended: Any = _attend_blocks(shape, grouped, *in_blocks, ids.reshape(-1, block), first.reshape(-1))
+    attended = attended.reshape(rows, shape.blocks, kv_heads, heads // kv_heads, block, head_dim)
+    return attended.transpose(0, 1, 4, 2, 3, 5).reshape(rows, -1, heads, head_dim)[:, :length]
 
 
-def cudnn_attention(
-    query: Float[Array, "batch length heads head_dim"],
-    key: Float[Array, "batch length kv_heads head_dim"],
-    value: Float[Array, "batch length kv_heads head_dim"],
-    segments: Segments,
-) -> Float[Array, "batch length heads head_dim"]:
-    """By cuDNN, which computes segments only; what it leaves at padding is replaced by zeros."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+def first_blocks(
+    ids: Int[Array, "rows length"], starts: Int[Array, "rows segments"], block: int, window: int | None
+) -> Int32[Array, "rows blocks"]:
+    """Of each block of queries the first block of keys that it meets; of one of padding the block after it.
 
-    real = segments.ids[:, :, None, None] > 0
-    query, key, value = (jnp.where(real, x, 0) for x in (query, key, value))  # or gradients there may be no numbers
-    lengths = jnp.where(segments.lengths > 0, segments.lengths, -1).astype(jnp.int32)
-    offsets = jnp.pad(segments.starts.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=-1)
-    attended: Any = cudnn.dot_product_attention(
-        query, *_repeated(query, key, value), q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets,
-        kv_offsets=offsets, scale=query.shape[-1] ** -0.5, mask_type=cudnn.MaskType.PADDING_CAUSAL,
-    )  # fmt: skip
-    return jnp.where(real, attended, 0)
+    Args:
+        ids: As in `block_attention`, where `length` is a multiple of `block`.
+        starts: As in `block_attention`.
+        block: Positions of a block.
+        window: As in `block_attention`.
+    """
+    length = ids.shape[1]
+    begin = jnp.take_along_axis(starts.astype(jnp.int32), jnp.maximum(ids - 1, 0), axis=1)
+    if window is not None:
+        begin = jnp.maximum(begin, jnp.arange(length, dtype=jnp.int32) - window + 1)
+    begin = jnp.where(ids > 0, begin, length).reshape(ids.shape[0], -1, block).min(axis=2) // block
+    return jnp.minimum(begin, jnp.arange(length // block, dtype=jnp.int32) + 1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_blocks(
+    shape: _BlockShape,
+    query: Float[Array, "items kv_heads group_block head_dim"],
+    key: Float[Array, "items kv_heads block head_dim"],
+    value: Float[Array, "items kv_heads block head_dim"],
+    ids: Int32[Array, "items block"],
+    first: Int32[Array, " items"],
+) -> Array:
+    """Over the blocks of all rows, end to end."""
+    return _attend_blocks_forward(shape, query, key, value, ids, first)[0]
+
+
+def _attend_blocks_forward(shape: _BlockShape, query: Array, key: Array, value: Array, ids: Array, first: Array) -> Any:
+    def one(item: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
+        row, number = item - item % shape.blocks, item % shape.blocks
+        own = query[item], ids[item]
+
+        def meet(at: Array, sums: _Sums) -> _Sums:
+            scores = _block_scores(own[0], key[row + at], _visible(shape, own[1], ids[row + at], number - at))
+            return _added(sums, scores, value[row + at])
+
+        sums = lax.fori_loop(first[item], number + 1, meet, _no_sums(own[0]))
+        total = jnp.maximum(sums.total, jnp.finfo(jnp.float32).tiny)
+        attended = rounded(sums.weighted / total[..., None], query.dtype)
+        return results[0].at[item].set(attended), results[1].at[item].set(sums.largest + jnp.log(total))
+
+    nothing = jnp.zeros_like(query), jnp.zeros(query.shape[:3], jnp.float32)
+    attended, lse = lax.fori_loop(0, len(query), one, nothing)
+    # Named where they are made, so that what keeps results of products does not compute them twice.
+    attended, lse = checkpoint_name(attended, "attended"), checkpoint_name(lse, "attended")
+    return attended, (query, key, value, ids, first, attended, lse)
+
+
+def _attend_blocks_backward(shape: _BlockShape, saved: tuple[Array, ...], gradient: Array) -> Any:
+    query, key, value, ids, first, attended, lse = saved
+    # Of a softmax's backward pass: Σ over keys of weight · its gradient.
+    drawn = jnp.sum(gradient.astype(jnp.float32) * attended.astype(jnp.float32), axis=-1)
+
+    def one(item: Array, gradients: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        row, number = item - item % shape.blocks, item % shape.blocks
+        own, of_own, scale = query[item], gradient[item], query.shape[-1] ** -0.5
+
+        def meet(at: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            keys, values = key[row + at], value[row + at]
+            scores = _block_scores(own, keys, _visible(shape, ids[item], ids[row + at], number - at))
+            weights = jnp.exp(scores - lse[item][..., None])
+            of_weights = product("hqd,hkd->hqk", of_own, values) - drawn[item][..., None]
+            of_scores = rounded(weights * of_weights * scale, query.dtype)
+            of_values = product("hqk,hqd->hkd", rounded(weights, value.dtype), of_own)
+            to_query, to_key, to_value = sums
+            to_key = to_key.at[row + at].add(product("hqk,hqd->hkd", of_scores, own))
+            return (
+                to_query + product("hqk,hkd->hqd", of_scores, keys), to_key, to_value.at[row + at].add(of_values)
+            )  # fmt: skip
+
+        none = jnp.zeros(own.shape, jnp.float32)
+        to_query, to_key, to_value = lax.fori_loop(first[item], number + 1, meet, (none, *gradients[1:]))
+        return gradients[0].at[item].set(rounded(to_query, query.dtype)), to_key, to_value
+
+    nothing = jnp.zeros_like(query), jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
+    to_query, to_key, to_value = lax.fori_loop(0, len(query), one, nothing)
+    return to_query, rounded(to_key, key.dtype), rounded(to_value, value.dtype), None, None
+
+
+_attend_blocks.defvjp(_attend_blocks_forward, _attend_blocks_backward)
+
+
+class _Sums(NamedTuple):
+    """Of the keys met so far, for each query: largest score, Σ exp(score − largest), and Σ of that times values."""
+
+    largest: Float32[Array, "kv_heads group_block"]
+    total: Float32[Array, "kv_heads group_block"]
+    weighted: Float32[Array, "kv_heads group_block head_dim"]
+
+
+def _no_sums(query: Array) -> _Sums:
+    none = jnp.zeros(query.shape, jnp.float32)
+    return _Sums(jnp.full(query.shape[:2], MASKED, jnp.float32), none[..., 0], none)
+
+
+def _added(sums: _Sums, scores: Array, value: Array) -> _Sums:
+    """With another block of keys; where a query sees none of them yet, what is added counts nothing later."""
+    largest = jnp.maximum(sums.largest, scores.max(axis=-1))
+    weights = jnp.exp(scores - largest[..., None])
+    faded = jnp.exp(sums.largest - largest)
+    weighted = product("hqk,hkd->hqd", rounded(weights, value.dtype), value)
+    total = sums.total * faded + weights.sum(axis=-1)
+    return _Sums(largest, total, sums.weighted * faded[..., None] + weighted)
+
+
+def _block_scores(
+    query: Array, key: Array, visible: Bool[Array, "block block"]
+) -> Float32[Array, "kv_heads rows block"]:
+    kv_heads, rows, head_dim = query.shape
+    scores = product("hqd,hkd->hqk", query, key) * head_dim**-0.5
+    grouped = scores.reshape(kv_heads, -1, *visible.shape)
+    return jnp.where(visible, grouped, MASKED).reshape(kv_heads, rows, -1)
+
+
+def _visible(shape: _BlockShape, queries: Array, keys: Array, blocks_apart: Array) -> Bool[Array, "block block"]:
+    """Who sees whom of two blocks, given their segment ids: the same segment, not later, inside the window."""
+    position = jnp.arange(shape.block, dtype=jnp.int32)
+    distance = position[:, None] - position + blocks_apart * shape.block
+    same = (queries[:, None] == keys) & (distance >= 0)
+    return same if shape.window is None else same & (distance < shape.window)

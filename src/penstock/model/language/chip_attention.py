@@ -1,16 +1,22 @@
-"""Attention over packed rows by kernels of our own for NVIDIA GPUs, in Pallas by way of Triton.
+"""Attention over packed rows by kernels of chips: of our own for NVIDIA GPUs, JAX's for TPUs, cuDNN's if asked for.
 
-FlashAttention-2's scheme (Dao 2023, https://arxiv.org/abs/2307.08691): online softmax forward; backward one kernel for
-the gradients of queries, one for those of keys and values, both of which make weights again from the saved log-sum-exp.
-What a query sees is a range of positions, from the beginning of its segment or window to itself. A kernel's loops run
-over the blocks that hold something of that range, and mask only those of them that also hold something else, so that
-time is in proportion to the sum over segments of length squared. Query heads read their key head's array.
+All are tested in interpret mode, but cuDNN's, which has none, and compiled for chips that are not there; ``triton`` and
+``cudnn`` have run on one (docs/performance.md).
+
+``triton``  in Pallas by way of Triton. FlashAttention-2's scheme (Dao 2023, https://arxiv.org/abs/2307.08691): online
+            softmax forward; backward one kernel for the gradients of queries, one for those of keys and values, both
+            of which make weights again from the saved log-sum-exp. What a query sees is a range of positions, from the
+            beginning of its segment or window to itself. A kernel's loops run over the blocks that hold something of
+            that range, and mask only those of them that also hold something else, so that time is in proportion to the
+            sum over segments of length squared. Query heads read their key head's array.
+``splash``  JAX's; masked blocks are skipped, those of other segments are not
+``cudnn``   by JAX's private API; keys are repeated, since 0.10.2 misplaces those of several query heads
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +68,30 @@ class _Shape(NamedTuple):
     scale: float
     tuning: Tuning
     interpret: bool
+
+
+def chip_attention(
+    kernel: Literal["triton", "splash", "cudnn"],
+    query: Float[Array, "rows length heads head_dim"],
+    key: Float[Array, "rows length kv_heads head_dim"],
+    value: Float[Array, "rows length kv_heads head_dim"],
+    ids: Int[Array, "rows length"],
+    starts: Int[Array, "rows segments"],
+    lengths: Int[Array, "rows segments"],
+    window: int | None = None,
+) -> Float[Array, "rows length heads head_dim"]:
+    """What `penstock.model.language.attention.attention` says, by one of these.
+
+    Raises:
+        NotImplementedError: the kernel has no window.
+    """
+    if kernel == "triton":
+        return triton_attention(query, key, value, ids, starts, lengths, window)
+    if kernel == "splash":
+        return splash_attention(query, key, value, ids, window)
+    if window is not None and window < query.shape[1]:
+        raise NotImplementedError("attention by cudnn has no window")
+    return checkpoint_name(cudnn_attention(query, key, value, ids, starts, lengths), "attended")
 
 
 def triton_attention(
@@ -348,3 +378,64 @@ def _through(ranges: tuple[Any, Any, Any, Any], meet: Callable[..., Any], sums: 
 
 def _times(left: Array, right: Array) -> Array:
     return jnp.dot(left, right, preferred_element_type=jnp.float32)
+
+
+def _repeated(query: Array, *shared: Array) -> list[Array]:
+    """Keys and values with a head of their own for each of the query's."""
+    return [jnp.repeat(each, query.shape[2] // each.shape[2], axis=2) for each in shared]
+
+
+def _padded(*arrays: Array) -> list[Array]:
+    """[batch, length, …] with `length` a multiple of `TILE`; zeros are added."""
+    return [jnp.pad(x, ((0, 0), (0, -x.shape[1] % TILE), *[(0, 0)] * (x.ndim - 2))) for x in arrays]
+
+
+def splash_attention(
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch length kv_heads head_dim"],
+    value: Float[Array, "batch length kv_heads head_dim"],
+    ids: Int[Array, "batch length"],
+    window: int | None = None,
+    interpret: bool = False,
+) -> Float[Array, "batch length heads head_dim"]:
+    """By the Pallas kernel for TPUs; `interpret` runs it anywhere, slowly."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    batch, length, heads, head_dim = query.shape
+    kv_heads, group = key.shape[2], heads // key.shape[2]
+    scaled = rounded(query.astype(jnp.float32) * head_dim**-0.5, query.dtype)  # the kernel has no scale
+    query, key, value, ids = _padded(scaled, key, value, ids)
+    square = query.shape[1], query.shape[1]
+    mask = masks.CausalMask(square) if window is None else masks.LocalMask(square, (window - 1, 0), offset=0)
+    kernel = kernels.make_splash_mqa(
+        masks.MultiHeadMask([mask] * group), head_shards=1, q_seq_shards=1, residual_checkpoint_name="attended",
+        interpret=interpret,
+    )  # fmt: skip
+    of_key_heads = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+    grouped = query.reshape(batch, -1, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    by_head = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+    attended: Any = jax.vmap(of_key_heads)(grouped, *by_head, kernels.SegmentIds(ids, ids))
+    return attended.transpose(0, 3, 1, 2, 4).reshape(batch, -1, heads, head_dim)[:, :length]
+
+
+def cudnn_attention(
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch length kv_heads head_dim"],
+    value: Float[Array, "batch length kv_heads head_dim"],
+    ids: Int[Array, "batch length"],
+    starts: Int[Array, "batch segments"],
+    lengths: Int[Array, "batch segments"],
+) -> Float[Array, "batch length heads head_dim"]:
+    """By cuDNN, which computes segments only; what it leaves at padding is replaced by zeros."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    real = ids[:, :, None, None] > 0
+    query, key, value = (jnp.where(real, x, 0) for x in (query, key, value))  # or gradients there may be no numbers
+    lengths = jnp.where(lengths > 0, lengths, -1).astype(jnp.int32)
+    offsets = jnp.pad(starts.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=-1)
+    attended: Any = cudnn.dot_product_attention(
+        query, *_repeated(query, key, value), q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets,
+        kv_offsets=offsets, scale=query.shape[-1] ** -0.5, mask_type=cudnn.MaskType.PADDING_CAUSAL,
+    )  # fmt: skip
+    return jnp.where(real, attended, 0)
