@@ -110,6 +110,21 @@ def test_a_dispatch_ends_when_no_row_is_left(decoder):
     assert emitted.tokens[1, 0] != 0
 
 
+def test_a_device_that_runs_ahead_takes_every_step_and_records_the_same(decoder, monkeypatch):
+    rows = rows_of([2, 4, 0], [-1, -1, -1])
+    _, here = run(decoder, rows)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *given, default, **others: default(*given))
+    program = jax.jit(decode, static_argnames="steps")
+    _, there = program(ServedWeights.of(decoder), create_cache(decoder.config, 3, 16), rows, steps=6)
+    assert there.count.tolist() == here.count.tolist() == [2, 4, 0]
+    for row, count in enumerate(here.count):
+        np.testing.assert_array_equal(there.tokens[:count, row], here.tokens[:count, row])
+    assert (
+        "while"
+        in program.lower(ServedWeights.of(decoder), create_cache(decoder.config, 3, 16), rows, steps=6).as_text()
+    )
+
+
 def test_slots_without_a_response_write_nothing_into_the_cache(decoder):
     cache, _ = run(decoder, rows_of([3, 0, 1], [-1, -1, -1]))
     written = np.asarray(jnp.abs(cache.keys[1]).sum((1, 3)) > 0).sum(1)

@@ -92,3 +92,21 @@ def test_the_update_in_long_rows_holds_no_array_of_length_by_length(decoder, con
     assert "300,300]" in text("dense")
     by_blocks = text("auto")
     assert "300,300]" not in by_blocks and "320,320]" not in by_blocks
+
+
+def test_micro_batches_ahead_of_an_accelerator_change_nothing_and_are_at_most_one(
+    decoder, config, draw_examples, monkeypatch
+):
+    examples, learner = draw_examples(LENGTHS), Learner(decoder, config.model_copy(update=SEVERAL), 10)
+    here, _ = _gradients(learner, examples)
+    begun, waited = [], []
+    accumulate, wait = learner._accumulate, type(here[0]).block_until_ready
+    monkeypatch.setattr(learner, "_ahead_of_device", 1)
+    monkeypatch.setattr(
+        learner, "_accumulate", lambda *given, **named: begun.append(len(waited)) or accumulate(*given, **named)
+    )
+    monkeypatch.setattr(type(here[0]), "block_until_ready", lambda array: waited.append(array) or wait(array))
+    ahead, _ = _gradients(learner, examples)
+    assert len(begun) >= 3 and [i - done for i, done in enumerate(begun)] == [0] + [1] * (len(begun) - 1)
+    for ours, theirs in zip(ahead, here, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
