@@ -13,7 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,15 @@ import numpy as np
 
 from penstock.model.language import Segments
 from penstock.model.language.attention import attention
-from penstock.model.language.attention_choice import AttentionKernel
+from penstock.model.language.attention_choice import AttentionKernel, Platform, platform_named
 
 HEADS = ((14, 2, 64), (12, 2, 128))
 """Query heads, key heads, numbers of each."""
 CHECKED = 1024
 REPEATS = 5
-KERNELS: dict[str, tuple[AttentionKernel, ...]] = {"cpu": ("dense", "blocks"), "gpu": ("triton", "cudnn", "blocks")}
+KERNELS: dict[Platform, tuple[AttentionKernel, ...]] = {
+    "cpu": ("dense", "blocks"), "gpu": ("triton", "cudnn", "blocks"), "tpu": ("splash", "blocks"),
+}  # fmt: skip
 LIMITS = {"bfloat16": 1e-2, "float32": 1e-4}
 
 
@@ -49,8 +51,8 @@ def drawn(rows: int, length: int, heads: tuple[int, int, int], segments: Segment
 def runs(kernel: AttentionKernel, segments: Segments) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Compiled queries, keys, values -> result; and these and a gradient -> gradients."""
 
-    def forward(*inputs: Any) -> Any:
-        return attention(*inputs, segments, kernel)
+    def forward(query: Any, key: Any, value: Any) -> Any:
+        return attention(query, key, value, segments, kernel)
 
     return jax.jit(forward), jax.jit(lambda *inputs: jax.vjp(forward, *inputs[:3])[1](inputs[3]))
 
@@ -100,13 +102,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=2**14, help="of all rows")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--dtype", choices=LIMITS, default="bfloat16")
-    parser.add_argument("--kernels", nargs="+", help="by default all that run here")
+    parser.add_argument("--kernels", nargs="+", choices=get_args(AttentionKernel), help="by default all that run here")
     given = parser.parse_args(words)
     device, beyond = jax.local_devices()[0], 0
     print(f"{device.device_kind}, {given.dtype}, {given.tokens:,} tokens in rows of {given.length:,}")
     for heads in HEADS:
         for sequences in (1, 64):
-            for kernel in given.kernels or KERNELS["cpu" if device.platform == "cpu" else "gpu"]:
+            for kernel in given.kernels or KERNELS[platform_named(device.platform)]:
                 wrong = errors(kernel, heads, sequences, given.dtype)
                 beyond += not all(error <= LIMITS[given.dtype] for error in wrong)
                 named = f"{heads[0]}/{heads[1]} heads of {heads[2]}, {sequences:2} a row, {kernel:7}"

@@ -240,7 +240,7 @@ def _timed_parts(config: RunConfig, model: ModelConfig, work: Any) -> dict[str, 
             best_s(lambda: jax.block_until_ready(backward(above, *arguments)), REPEATS),
         )
 
-    kernel = attention_kernel(learner.attention, platform, length, model.dtype)
+    kernel = attention_kernel(learner.attention, platform, length, model.dtype, model.head_dim)
     segments = Segments.of(np.ones((rows, length), np.int32), 1)
     counts = model.num_attention_heads, model.num_key_value_heads, model.num_key_value_heads
     heads = [drawn(rows, length, count, model.head_dim) for count in counts]
@@ -300,7 +300,7 @@ def utilise(
             continue
         if keep is not None and case not in known:
             keep.mkdir(parents=True, exist_ok=True)
-            named = "-".join([case.model.replace("/", "_"), str(case.length), *case.changes])
+            named = "-".join([case.model, str(case.length), *case.changes]).replace("/", "_")
             (keep / f"{named}.json").write_text(json.dumps([case, ran]))
         target = target or KINDS.get(ran.kind)
         print_run(case, ran, target, marks)
@@ -312,7 +312,7 @@ def utilise(
 
 def print_run(case: Case, ran: Ran, target: str | None, marks: Marks) -> None:
     """MFU and the largest costs of an update, and the mark of it where there is one."""
-    print(f"{case.model}, {ran.dtype}, rows of {case.length:,}, on {ran.kind}")
+    print(f"{case.model}, {ran.dtype}, rows of {case.length:,}, on {ran.kind}, at most {bytes_text(ran.peak_bytes)}")
     update = f"  update {ran.update_s:.4g} s, {ran.tokens / ran.update_s:,.0f} tokens/s, {ran.flops:.3g} FLOPs needed"
     if target is None:
         print(f"{update}; MFU not known, as no rate of this device is: --target names one that has its rate")

@@ -274,7 +274,7 @@ def test_prefill_and_decoding_take_what_the_compiler_allots(shapes):
     copies = estimate.copies_bytes - gradient_temporaries(model, LearnerConfig())["copies"]
     assert held + max(scores, copies) == pytest.approx(decoding, rel=CLOSE)
     rows, length = sizes["prompts"]
-    kernel = attention_kernel("auto", "cpu", length, model.dtype)
+    kernel = attention_kernel("auto", "cpu", length, model.dtype, model.head_dim)
     prompts = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     prefilling = peak_bytes(run.prefill.lower(weights, prompts, kernel=kernel))
     held = estimate.engine_bytes // 2 + kv_cache_bytes(model, rows, length)

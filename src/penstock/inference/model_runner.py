@@ -317,7 +317,8 @@ class ModelRunner:
         """What computes the attention of a prefill; kernels of a chip do not split over devices, dense does."""
         if self._split is not None and self._platform != "cpu":
             return "dense"
-        return attention_kernel("auto", self._platform, length, self._weights.ends.embedding.dtype.name)
+        ends = self._weights.ends
+        return attention_kernel("auto", self._platform, length, ends.embedding.dtype.name, ends.config.head_dim)
 
     @property
     def _by_pages(self) -> bool:

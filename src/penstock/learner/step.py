@@ -491,7 +491,7 @@ def head_outputs(
 def entry_states(decoder: Decoder, batch: MicroBatch, options: ForwardOptions) -> Array:
     """[k, hidden] of the states that predicted the entries' tokens; of padding entries, any state."""
     length, model = batch.tokens.shape[1], decoder.config
-    kernel = attention_kernel(options.attention, options.platform, length, model.dtype)
+    kernel = attention_kernel(options.attention, options.platform, length, model.dtype, model.head_dim)
     hidden = decoder.hidden_states(batch.tokens, batch.position_ids, batch.segments, options.remat, kernel)
     return hidden.reshape(-1, hidden.shape[-1])[jnp.maximum(batch.positions - 1, 0)]
 

@@ -243,7 +243,7 @@ def gradient_temporaries(model: ModelConfig, learner: LearnerConfig, on_cpu: boo
 def _temporaries_of(shape: RowShape, model: ModelConfig, learner: LearnerConfig, on_cpu: bool) -> dict[str, int]:
     (length, rows, _), count = shape, model.parameter_count
     platform = "cpu" if on_cpu else "gpu"
-    kernel = attention_kernel(learner.attention, platform, length, model.dtype)
+    kernel = attention_kernel(learner.attention, platform, length, model.dtype, model.head_dim)
     apart, upcast = model.lora is not None, on_cpu and model.dtype == "bfloat16"
     head = (4 if apart else 8) * model.vocab_size * model.hidden_size  # a base's has no gradient
     attention = attention_bytes(model, shape, kernel, learner.remat, on_cpu)
@@ -302,7 +302,7 @@ def prefill_temporaries(model: ModelConfig, rows: int, length: int, on_cpu: bool
     computed, width = 4 if on_cpu else _DTYPE_BYTES[model.dtype], _DTYPE_BYTES[model.dtype]
     scores = rows * model.num_attention_heads * length**2 * (4 + computed)
     platform = "cpu" if on_cpu else "gpu"
-    if attention_kernel("auto", platform, length, model.dtype) != "dense":
+    if attention_kernel("auto", platform, length, model.dtype, model.head_dim) != "dense":
         scores = 6 * rows * length * (model.query_size + model.key_value_size) * width
     return scores + 8 * rows * length * model.intermediate_size
 

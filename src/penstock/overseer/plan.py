@@ -97,7 +97,7 @@ def _rows(learner: LearnerConfig, model: ModelConfig, on_cpu: bool) -> str:
     """``rows of 128 tokens (dense attention) or 8192 tokens (attention by blocks)``."""
     platform = "cpu" if on_cpu else "gpu"
     lengths = [shape.length for shape in learner.row_shapes]
-    kernels = [attention_kernel(learner.attention, platform, length, model.dtype) for length in lengths]
+    kernels = [attention_kernel(learner.attention, platform, length, model.dtype, model.head_dim) for length in lengths]
     if len({*kernels}) == 1:
         return f"rows of {' or '.join(map(str, lengths))} tokens, {_attention(kernels[0])}"
     each = (f"{lengths[i]} tokens ({_attention(kernel)})" for i, kernel in enumerate(kernels))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from penstock.model.language import Segments
-from penstock.model.language.attention import BLOCK, attention, block_attention, first_blocks
-from penstock.model.language.attention_choice import attention_kernel, check_attention
+from penstock.model.language.attention import BLOCK, attention, block_attention, first_blocks, visible_ranges
+from penstock.model.language.attention_choice import LONGEST_HEAD, attention_kernel, check_attention
 from penstock.model.language.chip_attention import (
     SMALL_CHIPS,
     TILE,
@@ -19,7 +19,6 @@ from penstock.model.language.chip_attention import (
     splash_attention,
     triton_attention,
     tuning_of,
-    visible_ranges,
 )
 from penstock.types import ConfigError
 
@@ -45,10 +44,10 @@ def drawn(lengths, heads=4, kv_heads=2, head_dim=8, dtype=jnp.float32):
 
 SMALL_BLOCKS = Tuning(Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2), Blocks(32, 32, 4, 2))
 KERNELS = {
-    "blocks of 32": lambda *x, segments, window: block_attention(*x, segments.ids, segments.starts, window, 32),
-    "triton": lambda *x, segments, window: triton_attention(*x, *segments, window=window, interpret=True),
+    "blocks of 32": lambda *x, segments, window: block_attention(*x, segments, window, 32),
+    "triton": lambda *x, segments, window: triton_attention(*x, *visible_ranges(segments, window), interpret=True),
     "triton by small blocks": lambda *x, segments, window: triton_attention(
-        *x, *segments, window=window, interpret=True, tuning=SMALL_BLOCKS
+        *x, *visible_ranges(segments, window), interpret=True, tuning=SMALL_BLOCKS
     ),
     "splash": lambda *x, segments, window: splash_attention(*x, segments.ids, window, interpret=True),
 }
@@ -136,29 +135,28 @@ def test_blocks_of_a_gpu_fit_its_shared_memory(monkeypatch, head_dim, capability
         assert TILE % part.own == TILE % part.met == 0
 
 
-def test_a_gpu_block_meets_what_is_seen():
-    segments = Segments.of([[1] * 3 + [2] * 4 + [0]])
-    first, last = visible_ranges(*map(jnp.asarray, segments), None)
+def test_a_position_sees_its_segment_and_window_up_to_itself():
+    segments = Segments(*map(jnp.asarray, Segments.of([[1] * 3 + [2] * 4 + [0]])))
+    first, last = visible_ranges(segments, None)
     assert first.tolist() == [[0, 0, 0, 3, 3, 3, 3, 7]]
     assert last.tolist() == [[2, 2, 2, 6, 6, 6, 6, 7]]
-    first, last = visible_ranges(*map(jnp.asarray, segments), 2)
+    first, last = visible_ranges(segments, 2)
     assert first.tolist() == [[0, 0, 1, 3, 3, 4, 5, 7]]
     assert last.tolist() == [[1, 2, 2, 4, 5, 6, 6, 7]]
 
 
 def test_a_block_meets_only_what_it_may_see():
-    ids = jnp.asarray([[1] * 3 + [2] * 6 + [3] * 5 + [0] * 6])
-    starts = jnp.asarray([[0, 3, 9, -1]])
+    segments = Segments(*map(jnp.asarray, Segments.of([[1] * 3 + [2] * 6 + [3] * 5 + [0] * 6])))
     # Blocks of 4: of segments 1 and 2, of 2, of 2 and 3, of 3 and padding, of padding, which meets none.
-    assert first_blocks(ids, starts, 4, None).tolist() == [[0, 0, 0, 2, 5]]
-    assert first_blocks(ids, starts, 4, 2).tolist() == [[0, 0, 1, 2, 5]]
+    assert first_blocks(segments, 4, None).tolist() == [[0, 0, 0, 2, 5]]
+    assert first_blocks(segments, 4, 2).tolist() == [[0, 0, 1, 2, 5]]
 
 
 def test_time_follows_the_segments_not_the_square_of_the_row():
     """The trip count of the loop over keys, read from its bounds: 32 segments of a block each meet themselves."""
     ids = np.repeat(np.arange(32) + 1, 4)[None]
     segments = Segments.of(ids)
-    first = np.asarray(first_blocks(jnp.asarray(ids), jnp.asarray(segments.starts), 4, None))[0]
+    first = np.asarray(first_blocks(Segments(*map(jnp.asarray, segments)), 4, None))[0]
     assert (np.arange(32) + 1 - first).sum() == 32
 
 
@@ -207,14 +205,20 @@ def test_a_kernel_without_a_window_refuses_one_that_cuts():
     ],
 )
 def test_what_is_taken_where(platform, length, dtype, kernel):
-    assert attention_kernel("auto", platform, length, dtype) == kernel
+    assert attention_kernel("auto", platform, length, dtype, 64) == kernel
+
+
+def test_heads_that_no_gpu_kernel_takes_are_attended_by_blocks():
+    assert attention_kernel("auto", "gpu", 4096, "bfloat16", LONGEST_HEAD) == "triton"
+    assert attention_kernel("auto", "gpu", 4096, "bfloat16", LONGEST_HEAD + 8) == "blocks"
+    assert attention_kernel("auto", "tpu", 4096, "bfloat16", LONGEST_HEAD + 8) == "splash"
 
 
 def test_what_is_asked_for_is_taken():
-    assert attention_kernel("dense", "gpu", 10**6, "bfloat16") == "dense"
-    assert attention_kernel("blocks", "cpu", 8, "float32") == "blocks"
-    assert attention_kernel("pallas", "tpu", 8, "bfloat16") == "splash"
-    assert attention_kernel("pallas", "gpu", 8, "bfloat16") == "triton"
+    assert attention_kernel("dense", "gpu", 10**6, "bfloat16", 64) == "dense"
+    assert attention_kernel("blocks", "cpu", 8, "float32", 64) == "blocks"
+    assert attention_kernel("pallas", "tpu", 8, "bfloat16", 64) == "splash"
+    assert attention_kernel("pallas", "gpu", 8, "bfloat16", 64) == "triton"
 
 
 @pytest.mark.parametrize(
@@ -226,6 +230,7 @@ def test_what_is_asked_for_is_taken():
         ("cudnn", "tpu", {}, None, "cuDNN is NVIDIA's, and this runs on a TPU"),
         ("cudnn", "gpu", {"dtype": "float32"}, 9.0, "its kernel multiplies float32 with fewer bits"),
         ("cudnn", "gpu", {"sliding_window": 9}, 9.0, r"its kernel has no window, and layers .* have one \(9\)"),
+        ("pallas", "gpu", {"head_dim": 264}, 9.0, "its kernel takes heads of up to 256 numbers, and these have 264"),
         ("cudnn", "gpu", {"head_dim": 264}, 9.0, "heads of 264 are not a multiple of 8 up to 256"),
         ("cudnn", "gpu", {"head_dim": 64}, 8.0, "packed rows need compute capability 9.0, and this GPU has 8.0"),
     ],

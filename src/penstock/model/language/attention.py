@@ -116,14 +116,41 @@ def attention(
     """
     segments = Segments(*map(jnp.asarray, segments))
     if kernel == "blocks":
-        return block_attention(query, key, value, segments.ids, segments.starts, window)
-    if kernel != "dense":
-        from penstock.model.language.chip_attention import chip_attention  # Pallas takes a while to load
+        return block_attention(query, key, value, segments, window)
+    if kernel == "dense":
+        by_head = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+        attended = grouped_attention(query, *by_head, packed_mask(segments.ids, window))
+        return checkpoint_name(attended, "attended")
+    from penstock.model.language import chip_attention as chips  # Pallas takes a while to load
 
-        return chip_attention(kernel, query, key, value, *segments, window=window)
-    by_head = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-    attended = grouped_attention(query, *by_head, packed_mask(segments.ids, window))
-    return checkpoint_name(attended, "attended")
+    if kernel == "triton":
+        return chips.triton_attention(query, key, value, *visible_ranges(segments, window))
+    if kernel == "splash":
+        return chips.splash_attention(query, key, value, segments.ids, window)
+    if window is not None and window < query.shape[1]:
+        raise NotImplementedError("attention by cudnn has no window")
+    return checkpoint_name(chips.cudnn_attention(query, key, value, *segments), "attended")
+
+
+def visible_ranges(
+    segments: Segments, window: int | None
+) -> tuple[Int32[Array, "batch length"], Int32[Array, "batch length"]]:
+    """Of each position the first that it sees, and the last by which it is seen; padding sees itself alone.
+
+    Args:
+        segments: As of `attention`.
+        window: As of `attention`.
+
+    Returns:
+        Both grow along a row.
+    """
+    ids = segments.ids.astype(jnp.int32)
+    position, own = jnp.arange(ids.shape[1], dtype=jnp.int32), jnp.maximum(ids - 1, 0)
+    first, count = (jnp.take_along_axis(each.astype(jnp.int32), own, axis=1) for each in segments[1:])
+    last = first + count - 1
+    if window is not None:
+        first, last = jnp.maximum(first, position - window + 1), jnp.minimum(last, position + window - 1)
+    return jnp.where(ids > 0, first, position), jnp.where(ids > 0, last, position)
 
 
 def packed_mask(
@@ -347,8 +374,7 @@ def block_attention(
     query: Float[Array, "rows length heads head_dim"],
     key: Float[Array, "rows length kv_heads head_dim"],
     value: Float[Array, "rows length kv_heads head_dim"],
-    ids: Int[Array, "rows length"],
-    starts: Int[Array, "rows segments"],
+    segments: Segments,
     window: int | None = None,
     block: int = BLOCK,
 ) -> Float[Array, "rows length heads head_dim"]:
@@ -358,8 +384,7 @@ def block_attention(
         query: As `Layer.project` returns it; consecutive heads share a key head.
         key: In the layout of `query`, with as many heads as keys have.
         value: In the layout of `key`.
-        ids: 1, 2, … per segment, 0 for padding; a segment's positions lie together.
-        starts: Position where segment s begins, at s − 1.
+        segments: Where the sequences of the rows lie.
         window: So many keys at most, the query's own among them; None: all.
         block: Positions of a block.
 
@@ -371,8 +396,8 @@ def block_attention(
     shape = _BlockShape(-(-length // block), block, window)
     padding = shape.blocks * block - length
     query, key, value = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (query, key, value))
-    ids = jnp.pad(ids, ((0, 0), (0, padding))).astype(jnp.int32)
-    first = first_blocks(ids, starts, block, window)
+    ids = jnp.pad(segments.ids, ((0, 0), (0, padding))).astype(jnp.int32)
+    first = first_blocks(segments._replace(ids=ids), block, window)
     grouped = query.reshape(rows, shape.blocks, block, kv_heads, heads // kv_heads, head_dim)
     grouped = grouped.transpose(0, 1, 3, 4, 2, 5).reshape(rows * shape.blocks, kv_heads, -1, head_dim)
     in_blocks = (x.reshape(-1, block, kv_heads, head_dim).transpose(0, 2, 1, 3) for x in (key, value))
@@ -381,22 +406,17 @@ def block_attention(
     return attended.transpose(0, 1, 4, 2, 3, 5).reshape(rows, -1, heads, head_dim)[:, :length]
 
 
-def first_blocks(
-    ids: Int[Array, "rows length"], starts: Int[Array, "rows segments"], block: int, window: int | None
-) -> Int32[Array, "rows blocks"]:
+def first_blocks(segments: Segments, block: int, window: int | None) -> Int32[Array, "rows blocks"]:
     """Of each block of queries the first block of keys that it meets; of one of padding the block after it.
 
     Args:
-        ids: As in `block_attention`, where `length` is a multiple of `block`.
-        starts: As in `block_attention`.
+        segments: As in `block_attention`, of a length that is a multiple of `block`.
         block: Positions of a block.
         window: As in `block_attention`.
     """
-    length = ids.shape[1]
-    begin = jnp.take_along_axis(starts.astype(jnp.int32), jnp.maximum(ids - 1, 0), axis=1)
-    if window is not None:
-        begin = jnp.maximum(begin, jnp.arange(length, dtype=jnp.int32) - window + 1)
-    begin = jnp.where(ids > 0, begin, length).reshape(ids.shape[0], -1, block).min(axis=2) // block
+    rows, length = segments.ids.shape
+    first, _ = visible_ranges(segments, window)
+    begin = jnp.where(segments.ids > 0, first, length).reshape(rows, -1, block).min(axis=2) // block
     return jnp.minimum(begin, jnp.arange(length // block, dtype=jnp.int32) + 1)
 
 

@@ -23,7 +23,8 @@ that in the host's memory."""
 LONGEST_DENSE: dict[Platform, int] = {"cpu": 128, "gpu": 512, "tpu": 512}
 """Rows up to this many tokens are dense under ``auto``: measured on CPUs, where blocks are twice as fast at 256."""
 
-CUDNN_HEAD_DIM = 256
+LONGEST_HEAD = 256
+"""Numbers of a head that kernels for NVIDIA GPUs take at most."""
 
 
 def platform_named(name: str) -> Platform:
@@ -31,22 +32,26 @@ def platform_named(name: str) -> Platform:
     return "cpu" if name == "cpu" else "tpu" if name == "tpu" else "gpu"
 
 
-def attention_kernel(choice: AttentionChoice, platform: Platform, length: int, dtype: str) -> AttentionKernel:
+def attention_kernel(
+    choice: AttentionChoice, platform: Platform, length: int, dtype: str, head_dim: int
+) -> AttentionKernel:
     """What computes attention over rows of a length.
 
-    ``auto`` is ``dense`` for short rows; for long ones ``blocks`` on CPUs, and elsewhere of float32 models, which
-    kernels multiply with fewer bits; else ``pallas``.
+    ``auto`` is ``dense`` for short rows; for long ones ``blocks`` on CPUs, elsewhere of float32 models, which kernels
+    multiply with fewer bits, and of heads that are longer than a GPU's kernel takes; else ``pallas``.
 
     Args:
         choice: What ``learner.attention`` says.
         platform: What the program is compiled for.
         length: Tokens of a row.
         dtype: The model's, ``float32`` or ``bfloat16``.
+        head_dim: Numbers of each of the model's heads.
     """
     if choice == "auto":
         if length <= LONGEST_DENSE[platform]:
             return "dense"
-        choice = "blocks" if platform == "cpu" or dtype == "float32" else "pallas"
+        too_long = platform == "gpu" and head_dim > LONGEST_HEAD
+        choice = "blocks" if platform == "cpu" or dtype == "float32" or too_long else "pallas"
     if choice == "pallas":
         return "splash" if platform == "tpu" else "triton"
     return choice
@@ -71,6 +76,8 @@ def check_attention(
         reason = "its kernel multiplies float32 with fewer bits; set model.dtype: bfloat16, or leave it at auto"
     elif choice == "pallas" and platform == "cpu":
         reason = "it is for GPUs and TPUs, and this runs on a CPU; leave it at auto"
+    elif choice == "pallas" and platform == "gpu" and model.head_dim > LONGEST_HEAD:
+        reason = f"its kernel takes heads of up to {LONGEST_HEAD} numbers, and these have {model.head_dim}; take auto"
     elif model.shortest_window is not None and choice == "cudnn":
         reason = f"its kernel has no window, and layers of this model have one ({model.shortest_window}); take auto"
     elif choice == "cudnn":
@@ -82,8 +89,8 @@ def check_attention(
 def _refusal_of_cudnn(platform: Platform, model: ModelConfig, capability: float | None) -> str | None:
     if platform != "gpu":
         return f"cuDNN is NVIDIA's, and this runs on a {platform.upper()}; leave it at auto"
-    if model.head_dim > CUDNN_HEAD_DIM or model.head_dim % 8:
-        return f"heads of {model.head_dim} are not a multiple of 8 up to {CUDNN_HEAD_DIM}; leave it at auto"
+    if model.head_dim > LONGEST_HEAD or model.head_dim % 8:
+        return f"heads of {model.head_dim} are not a multiple of 8 up to {LONGEST_HEAD}; leave it at auto"
     if capability is not None and capability < 9.0:
         return f"packed rows need compute capability 9.0, and this GPU has {capability}; take pallas"
     return None

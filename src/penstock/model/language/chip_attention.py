@@ -6,9 +6,9 @@ All are tested in interpret mode, but cuDNN's, which has none, and compiled for 
 ``triton``  in Pallas by way of Triton. FlashAttention-2's scheme (Dao 2023, https://arxiv.org/abs/2307.08691): online
             softmax forward; backward one kernel for the gradients of queries, one for those of keys and values, both
             of which make weights again from the saved log-sum-exp. What a query sees is a range of positions, from the
-            beginning of its segment or window to itself. A kernel's loops run over the blocks that hold something of
-            that range, and mask only those of them that also hold something else, so that time is in proportion to the
-            sum over segments of length squared. Query heads read their key head's array.
+            beginning of its segment or window to itself; kernels know of nothing else. Their loops run over the blocks
+            that hold something of that range, and mask only those of them that also hold something else, so that time
+            is in proportion to the sum over segments of length squared. Query heads read their key head's array.
 ``splash``  JAX's; masked blocks are skipped, those of other segments are not
 ``cudnn``   by JAX's private API; keys are repeated, since 0.10.2 misplaces those of several query heads
 """
@@ -16,15 +16,17 @@ All are tested in interpret mode, but cuDNN's, which has none, and compiled for 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int, Int32
 
+from penstock.model.language.attention_choice import LONGEST_HEAD
 from penstock.model.language.precision import rounded
 
 TILE = 128
@@ -54,7 +56,7 @@ class Tuning(NamedTuple):
 TUNINGS = {
     64: Tuning(Blocks(128, 128, 8, 3), Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 4)),
     128: Tuning(Blocks(64, 64, 4, 3), Blocks(128, 32, 4, 3), Blocks(64, 32, 4, 3)),
-    256: Tuning(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(32, 32, 4, 2)),
+    LONGEST_HEAD: Tuning(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(32, 32, 4, 2)),
 }
 """By numbers of a head at most. Of 64 and 128 the fastest on an H200 of some twenty each; all fit an A100's memory."""
 
@@ -70,95 +72,43 @@ class _Shape(NamedTuple):
     interpret: bool
 
 
-def chip_attention(
-    kernel: Literal["triton", "splash", "cudnn"],
-    query: Float[Array, "rows length heads head_dim"],
-    key: Float[Array, "rows length kv_heads head_dim"],
-    value: Float[Array, "rows length kv_heads head_dim"],
-    ids: Int[Array, "rows length"],
-    starts: Int[Array, "rows segments"],
-    lengths: Int[Array, "rows segments"],
-    window: int | None = None,
-) -> Float[Array, "rows length heads head_dim"]:
-    """What `penstock.model.language.attention.attention` says, by one of these.
-
-    Raises:
-        NotImplementedError: the kernel has no window.
-    """
-    if kernel == "triton":
-        return triton_attention(query, key, value, ids, starts, lengths, window)
-    if kernel == "splash":
-        return splash_attention(query, key, value, ids, window)
-    if window is not None and window < query.shape[1]:
-        raise NotImplementedError("attention by cudnn has no window")
-    return checkpoint_name(cudnn_attention(query, key, value, ids, starts, lengths), "attended")
-
-
 def triton_attention(
     query: Float[Array, "rows length heads head_dim"],
     key: Float[Array, "rows length kv_heads head_dim"],
     value: Float[Array, "rows length kv_heads head_dim"],
-    ids: Int[Array, "rows length"],
-    starts: Int[Array, "rows segments"],
-    lengths: Int[Array, "rows segments"],
-    window: int | None = None,
+    first: Int32[Array, "rows length"],
+    last: Int32[Array, "rows length"],
     interpret: bool = False,
     tuning: Tuning | None = None,
 ) -> Float[Array, "rows length heads head_dim"]:
-    """softmax(q·k / sqrt(head_dim)) v over the keys of a query's segment up to it.
+    """softmax(q·k / sqrt(head_dim)) v over the keys that a query sees: from the first of its own to that of itself.
 
     Args:
-        query: As `Layer.project` returns it; consecutive heads share a key head.
+        query: As `Layer.project` returns it, of heads of at most `LONGEST_HEAD` numbers; consecutive ones share a key
+            head.
         key: In the layout of `query`, with as many heads as keys have.
         value: In the layout of `key`.
-        ids: 1, 2, … per segment, 0 for padding; a segment's positions lie together.
-        starts: Position where segment s begins, at s − 1.
-        lengths: Its positions, at s − 1.
-        window: So many keys at most, the query's own among them; None: all.
+        first: Of each position the first that it sees; grows along a row.
+        last: Of each position the last by which it is seen; likewise.
         interpret: Runs anywhere, slowly.
         tuning: None: by `head_dim`.
-
-    Returns:
-        Results; padding sees itself alone.
     """
     length, head_dim = query.shape[1], query.shape[3]
     shape = _Shape(head_dim**-0.5, tuning or tuning_of(head_dim), interpret)
-    first, last = visible_ranges(jnp.pad(ids, ((0, 0), (0, -length % TILE))), starts, lengths, window)
+    position = jnp.arange(length + -length % TILE, dtype=jnp.int32)
+    ranges = (jnp.where(position < length, each, position) for each in _padded(first, last))
     wide = max(16, pl.next_power_of_2(head_dim)) - head_dim  # Triton's tiles are powers of two, products' at least 16
-    padded = (jnp.pad(x, ((0, 0), (0, -length % TILE), (0, 0), (0, wide))) for x in (query, key, value))
-    attended: Any = _attend(shape, *padded, first, last)
+    heads = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide))) for x in _padded(query, key, value))
+    attended: Any = _attend(shape, *heads, *ranges)
     return attended[:, :length, :, :head_dim]
 
 
 def tuning_of(head_dim: int) -> Tuning:
-    """What is taken of heads of so many numbers, up to 256, by the GPU that JAX computes on or compiles for."""
+    """What is taken of heads of so many numbers by the GPU that JAX computes on or compiles for."""
     found = next(tuning for most, tuning in TUNINGS.items() if head_dim <= most)
     if getattr(jax.devices()[0], "compute_capability", None) not in SMALL_CHIPS:
         return found
     return Tuning(*(Blocks(each.own // 2, each.met // 2, 4, 2) for each in found))
-
-
-def visible_ranges(
-    ids: Int[Array, "rows length"],
-    starts: Int[Array, "rows segments"],
-    lengths: Int[Array, "rows segments"],
-    window: int | None,
-) -> tuple[Int32[Array, "rows length"], Int32[Array, "rows length"]]:
-    """Of each position the first that it sees, and the last by which it is seen; both grow along a row.
-
-    Args:
-        ids: As in `triton_attention`.
-        starts: As in `triton_attention`.
-        lengths: As in `triton_attention`.
-        window: As in `triton_attention`.
-    """
-    position = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    own = jnp.maximum(ids - 1, 0)
-    first, count = (jnp.take_along_axis(each.astype(jnp.int32), own, axis=1) for each in (starts, lengths))
-    last = first + count - 1
-    if window is not None:
-        first, last = jnp.maximum(first, position - window + 1), jnp.minimum(last, position + window - 1)
-    return jnp.where(ids > 0, first, position), jnp.where(ids > 0, last, position)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -253,7 +203,7 @@ class _Views(NamedTuple):
 
 
 def _called(
-    kernel: Callable[..., None],
+    kernel: partial[None],
     blocks: Blocks,
     interpret: bool,
     views: _Views,
@@ -261,8 +211,6 @@ def _called(
     made: list[tuple[Any, pl.BlockSpec]],
 ) -> Any:
     """A kernel's results, each of a shape and dtype like what stands beside its view."""
-    from jax.experimental.pallas import triton
-
     return pl.pallas_call(
         kernel,
         grid=views.grid,
@@ -271,7 +219,7 @@ def _called(
         out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype) for like, _ in made],
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
-        name=kernel.func.__name__.strip("_") if isinstance(kernel, partial) else None,
+        name=kernel.func.__name__.strip("_"),
     )(*(array for array, _ in given))
 
 

@@ -175,7 +175,7 @@ class RunShapes:
         )
         for count, length in self.prefills:
             tokens, prompts = np.zeros((count, length), np.int32), f"{count} × {length:,} prompt tokens"
-            kernel = attention_kernel("auto", self._platform, length, self.model.dtype)
+            kernel = attention_kernel("auto", self._platform, length, self.model.dtype, self.model.head_dim)
             prefill = functools.partial(run.prefill.lower, self.weights, tokens, kernel=kernel)
             found[f"prefill, {prompts}"] = prefill
             prefilled, nowhere = self.cache(count, length).keys[0], Moves.of({}, slots, length)

@@ -111,7 +111,7 @@ def phases_of(config: RunConfig, model: ModelConfig, trained: int, chip: Chip) -
     length, tokens = work.prompt_tokens, work.prompts * work.prompt_tokens
     prefills = ceil(work.prompts / config.inference.prefill_row_counts(max(length - 1, 1))[-1])
     entry, platform = kv_cache_bytes(model, 1, 1), platform_named(chip.platform)
-    dense = attention_kernel("auto", platform, length, model.dtype) == "dense"
+    dense = attention_kernel("auto", platform, length, model.dtype, model.head_dim) == "dense"
     keys = length if dense else length / 2
     made: list[tuple[str, float, float]] = [
         ("prefill", 2 * matrices * tokens + work.prompts * attention_flops(model, length, keys),
@@ -123,7 +123,7 @@ def phases_of(config: RunConfig, model: ModelConfig, trained: int, chip: Chip) -
     head = model.vocab_size * model.hidden_size
     per_token = 2 * (matrices + head) + 4 * model.query_size * model.num_hidden_layers * seen
     made.append(("decode", answered * per_token, steps * parameters + answered * seen * entry))
-    kernel = attention_kernel(learner.attention, platform, learner.row_length, model.dtype)
+    kernel = attention_kernel(learner.attention, platform, learner.row_length, model.dtype, model.head_dim)
     made.append(_gradient(model, learner, work, trained, width, kernel))
     state = trained * (4 * 2 + (4 if width == 2 else 0))
     applied = learner.optimizer_steps * (2 * state + trained * (4 + 2 * width))
