@@ -11,8 +11,11 @@ Models at random, each with each length of rows in a process of its own, on what
 - peak memory of learner and engine together, and seconds of each phase of a step, beside those foretold. Decoding is
   one dispatch at the mean length, times those of a step.
 
+`--update-only` runs the learner alone: of a step its gradient and its optimiser. `--keep` writes what was measured, and
+`--measured` reads it, perhaps on another machine, which has a compiler to foretell by.
+
 Exits with 1 where a mark of MFU is missed or a case failed. A CPU has no marks: its rate is the one measured here.
-Nothing of this has run on an accelerator.
+On an accelerator nothing but updates has run (docs/performance.md).
 """
 
 import argparse
@@ -47,6 +50,8 @@ KINDS = {
     "TPU v5 lite": "v5e:1", "TPU v5e": "v5e:1", "TPU v6 lite": "v6e:1", "TPU v6e": "v6e:1",
 }  # fmt: skip
 """Targets by JAX's name of a device."""
+ENGINE_PARTS = "parameters of the engine", "KV cache"
+"""What `penstock fit` counts beside the learner's, while that takes most."""
 REPEATS = 3
 
 
@@ -84,7 +89,7 @@ class Ran(NamedTuple):
     Attributes:
         kind: JAX's name of the device.
         dtype: The model's.
-        peak_bytes: As `measured` says.
+        peak_bytes: As `measured` says; of a CPU that runs nothing but updates 0.
         flops: That the mathematics of an update needs.
         tokens: Of an update.
         update_s: Seconds of one, packing its rows included.
@@ -220,20 +225,20 @@ def _timed_parts(config: RunConfig, model: ModelConfig, work: Any) -> dict[str, 
     from penstock.learner.config import keeps_softmax
     from penstock.learner.losses import HeadInputs, tiled_logprobs
     from penstock.model.language.attention import Segments, attention
-    from penstock.model.language.attention_choice import attention_kernel, platform_named
+    from penstock.model.language.attention_choice import attends_again, attention_kernel, platform_named
     from penstock.model.language.precision import linear
 
-    learner, rng, platform = config.learner, np.random.default_rng(0), platform_named(jax.default_backend())
+    learner, platform = config.learner, platform_named(jax.default_backend())
     rows, length, hidden = learner.micro_batch_rows, learner.row_length, model.hidden_size
     positions, micro_batches = rows * length, ceil(work.sequences / rows)
 
     def drawn(*shape: int) -> Any:
-        return jnp.asarray(rng.standard_normal(shape, np.float32), model.dtype)
+        return jax.random.normal(jax.random.key(0), shape, model.dtype)
 
     def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
         """Forward, and backward with what that needs of the forward pass."""
         result = jax.eval_shape(function, *arguments)
-        above = jnp.asarray(rng.standard_normal(result.shape, np.float32), result.dtype)
+        above = drawn(*result.shape).astype(result.dtype)
         forward, backward = jax.jit(function), jax.jit(lambda above, *given: jax.vjp(function, *given)[1](above))
         return (
             best_s(lambda: jax.block_until_ready(forward(*arguments)), REPEATS),
@@ -266,7 +271,7 @@ def _timed_parts(config: RunConfig, model: ModelConfig, work: Any) -> dict[str, 
     _, head = timed(logprobs, drawn(positions, hidden), drawn(model.vocab_size, hidden))
     layers = micro_batches * model.num_hidden_layers
     return {
-        "attention": layers * (again * attended[0] + attended[1]),
+        "attention": layers * (attends_again(learner.remat, kernel) * attended[0] + attended[1]),
         "products of layers": layers * products,
         "head": micro_batches * head,
     }
@@ -331,7 +336,7 @@ def print_run(case: Case, ran: Ran, target: str | None, marks: Marks) -> None:
 
 
 def print_foretold(case: Case, ran: Ran, target: str | None) -> None:
-    """What `penstock fit` says of a case beside what was measured."""
+    """What `penstock fit` says of a case beside what was measured: of the learner alone where nothing else ran."""
     print(f"{case.model}, rows of {case.length:,}: foretold and measured")
     if target is None:
         print(f"  not known: no target is {ran.kind}")
@@ -341,12 +346,20 @@ def print_foretold(case: Case, ran: Ran, target: str | None) -> None:
     except ConfigError as error:
         print(f"  not known: {error}")
         return
-    differs = report.total_bytes / ran.peak_bytes - 1
-    print(f"  memory     {bytes_text(report.total_bytes):>12} {bytes_text(ran.peak_bytes):>12}  {differs:+.1%}")
-    for phase in report.phases:
+    phases = [phase for phase in report.phases if phase.name in ran.phases]
+    beside = () if len(phases) == len(report.phases) else ENGINE_PARTS
+    foretold = sum(count for name, count in report.parts.items() if name not in beside)
+    counted = "not counted by a CPU"
+    if ran.peak_bytes:
+        counted = f"{bytes_text(ran.peak_bytes):>12}  {foretold / ran.peak_bytes - 1:+.1%}"
+    print(f"  memory     {bytes_text(foretold):>12} {counted}")
+    for phase in phases:
         found = ran.phases[phase.name]
         print(f"  {phase.name:<10} {phase.seconds:>10.4g} s {found:>10.4g} s  at least, by {phase.bound}")
-    print(f"  a step     {report.step_s:>10.4g} s {sum(ran.phases.values()):>10.4g} s", flush=True)
+    step_s = sum(phase.seconds for phase in phases)
+    print(
+        f"  {'a step' if not beside else 'both':<10} {step_s:>10.4g} s {sum(ran.phases.values()):>10.4g} s", flush=True
+    )
 
 
 def main(words: Sequence[str] | None = None) -> int:

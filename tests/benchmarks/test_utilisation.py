@@ -99,6 +99,28 @@ def test_what_was_measured_elsewhere_is_printed_and_runs_nothing(monkeypatch, tm
     assert capsys.readouterr().out == measured
 
 
+def test_of_an_update_alone_the_learners_memory_and_phases_are_foretold(tmp_path: Path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    kept = tmp_path / "kept"
+    words = ["--models", str(tmp_path), "--rows", "64", "--tokens", "512", "--set", "model.dtype=float32"]
+    assert main([*words, "--update-only", "--keep", str(kept)]) == 0
+    capsys.readouterr()
+    assert main(["--measured", str(kept)]) == 0
+    _, memory, gradient, optimiser, both, _ = capsys.readouterr().out.split("foretold and measured")[1].split("\n")[:-1]
+    assert memory.endswith("not counted by a CPU")
+    phases = [line.split() for line in (gradient, optimiser, both)]
+    assert [words[0] for words in phases] == ["gradient", "optimiser", "both"]
+    for each in (1, 3):
+        assert float(phases[2][each]) == pytest.approx(sum(float(words[each]) for words in phases[:2]), rel=1e-3)
+    ((case, known),) = read_back(kept).items()
+    print_foretold(case, known._replace(peak_bytes=2**20), "cpu")
+    alone = capsys.readouterr().out.splitlines()[1].split()
+    print_foretold(case, known._replace(peak_bytes=2**20, phases=PHASES), "cpu")
+    whole = capsys.readouterr().out.splitlines()[1].split()
+    assert alone[0] == whole[0] == "memory" and alone[2] == whole[2] == "MiB"
+    assert float(alone[1]) < float(whole[1])
+
+
 def test_every_case_that_has_a_mark_is_a_run_and_every_target_a_chip():
     for model, length in AIMS:
         case = Case(model, length, 2**17)

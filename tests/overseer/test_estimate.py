@@ -78,15 +78,16 @@ def test_of_several_row_lengths_that_which_takes_most_counts():
 
 
 def test_activations_by_hand():
-    tokens, inside = 20, 4 * 16 + 3 * 16 + 4 * 8 + 4 * 48
+    rows, tokens, inside = RowShape(10, 2), 20, 4 * 16 + 3 * 16 + 4 * 8 + 4 * 48
     kept = 3 * tokens * (2 * 16 + 2 * 16 + 2 * 8 + 2 * 48)
-    assert activation_bytes(MODEL, 2, 10, remat="layer") == 3 * tokens * 16 * 4 + tokens * inside * 4
-    assert activation_bytes(HALF, 2, 10, remat="layer", on_cpu=False) == 3 * tokens * 16 * 2 + tokens * inside * 2
-    assert activation_bytes(MODEL, 2, 10, remat="products") == kept * 4 + tokens * (16 + 2 * 48) * 4
-    assert activation_bytes(HALF, 2, 10, remat="offload", on_cpu=False) == tokens * inside * 2
+    assert activation_bytes(MODEL, rows, remat="layer") == 3 * tokens * 16 * 4 + tokens * inside * 4
+    assert activation_bytes(MODEL, rows, "blocks", "layer") == 3 * tokens * (16 + 16) * 4 + tokens * inside * 4
+    assert activation_bytes(HALF, rows, remat="layer", on_cpu=False) == 3 * tokens * 16 * 2 + tokens * inside * 2
+    assert activation_bytes(MODEL, rows, remat="products") == kept * 4 + tokens * (16 + 2 * 48) * 4
+    assert activation_bytes(HALF, rows, "triton", remat="offload", on_cpu=False) == tokens * inside * 2
     everything = 3 * tokens * (11 * 16 + 3 * 16 + 2 * 8 + 6 * 48)
-    assert activation_bytes(MODEL, 2, 10, remat="none") == everything * 4 + tokens * (16 + 2 * 48) * 4
-    assert activation_bytes(HALF, 2, 10, remat="products") == kept * 2 + 2 * tokens * inside * 4
+    assert activation_bytes(MODEL, rows, remat="none") == everything * 4 + tokens * (16 + 2 * 48) * 4
+    assert activation_bytes(HALF, rows, remat="products") == kept * 2 + 2 * tokens * inside * 4
 
 
 def test_what_is_frozen_has_no_gradient_and_no_state():

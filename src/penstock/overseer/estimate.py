@@ -23,9 +23,10 @@ bfloat16 in float32):
   one, on one CPU, those of a chunk of t tokens, 8 t i + H t S (4 + c) + 2 S v c;
 - *adapter's products*, of outputs w in all: 8 N w, 6 N w where bfloat16 is computed in float32; or attention, where it
   takes more and is not dense;
-- *activations* of one micro-batch: L N h b between layers (none, offloaded) and N (4 h + 3 q + 4 v + 4 i) c inside one
-  where `remat` keeps a layer's input; where it keeps products, L N (2 h + 2 q + 2 v + 2 i) b, and N (h + 2 i) c, or
-  twice the former inside where c is not b; where it keeps all, 4 L N (11 h + 3 q + 2 v + 6 i), and N (h + 2 i) c;
+- *activations* of one micro-batch: L N h b between layers (none, offloaded), with q beside h where attention is not
+  dense, and N (4 h + 3 q + 4 v + 4 i) c inside one where `remat` keeps a layer's input; where it keeps products,
+  L N (2 h + 2 q + 2 v + 2 i) b, and N (h + 2 i) c, or twice the former inside where c is not b; where it keeps all,
+  4 L N (11 h + 3 q + 2 v + 6 i), and N (h + 2 i) c;
 - *vocabulary*: the output head takes 8 V h + 12 V · tile and what is kept, before the layers' backward pass; what that
   exceeds gradient, attention and activations by, and 6 · 4 V s of a decode step;
 - *float32 copies*, on CPUs of a bfloat16 model: 4 P + 8 V h in the learner, none beside an adapter; of head and cache
@@ -51,7 +52,7 @@ from pathlib import Path
 from penstock.batch.packing import RowShape
 from penstock.inference.config import EngineConfig
 from penstock.learner.config import STACKED, LearnerConfig, OptimizerConfig, keeps_softmax
-from penstock.model.language.attention_choice import AttentionKernel, Remat, attention_kernel
+from penstock.model.language.attention_choice import AttentionKernel, Remat, attends_again, attention_kernel
 from penstock.model.language.config import ADAPTER, ModelConfig, PolicyConfig, read_shape
 from penstock.types import CheckpointError, ConfigError
 
@@ -253,13 +254,13 @@ def _temporaries_of(shape: RowShape, model: ModelConfig, learner: LearnerConfig,
     layers = {
         "gradient": trained_count(model, learner) * _DTYPE_BYTES[_trained_dtype(model)],
         "attention": attention,
-        "activations": activation_bytes(model, rows, length, learner.remat, on_cpu) + added,
+        "activations": activation_bytes(model, shape, kernel, learner.remat, on_cpu) + added,
         "copies": 4 * count + head if upcast and not apart else 0,
     }
     tile = 12 * model.vocab_size * min(learner.head_tile(platform), rows * length)
     kept = keeps_softmax(learner.remat, platform, rows * length, model.vocab_size)
     softmax = 4 * model.vocab_size * rows * length if kept else 0
-    scoring = head + tile + softmax + _kept_bytes(model, rows * length, learner.remat)
+    scoring = head + tile + softmax + _kept_bytes(model, rows * length, kernel, learner.remat)
     return layers | {"vocabulary": max(0, scoring - sum(layers.values()))}
 
 
@@ -321,9 +322,11 @@ def _largest_prefill(model: ModelConfig, engine: EngineConfig, on_cpu: bool) -> 
     return max([chunk, *(prefill_temporaries(model, rows, length, on_cpu) for rows, length in shapes)])
 
 
-def activation_bytes(model: ModelConfig, rows: int, row_length: int, remat: Remat, on_cpu: bool = True) -> int:
+def activation_bytes(
+    model: ModelConfig, shape: RowShape, kernel: AttentionKernel = "dense", remat: Remat = "layer", on_cpu: bool = True
+) -> int:
     """What the backward pass of one micro-batch keeps and computes, without attention scores and the head."""
-    tokens, width = rows * row_length, _DTYPE_BYTES[model.dtype]
+    tokens, width = shape.rows * shape.length, _DTYPE_BYTES[model.dtype]
     computed = 4 if on_cpu else width
     hidden, wide = model.hidden_size, model.intermediate_size
     inside = tokens * (4 * hidden + 3 * model.query_size + 4 * model.key_value_size + 4 * wide) * computed
@@ -331,16 +334,16 @@ def activation_bytes(model: ModelConfig, rows: int, row_length: int, remat: Rema
         inside = tokens * (hidden + 2 * wide) * computed
     elif remat == "products":
         inside *= 2
-    return _kept_bytes(model, tokens, remat) + inside
+    return _kept_bytes(model, tokens, kernel, remat) + inside
 
 
-def _kept_bytes(model: ModelConfig, tokens: int, remat: Remat) -> int:
+def _kept_bytes(model: ModelConfig, tokens: int, kernel: AttentionKernel, remat: Remat) -> int:
     """From the forward to the backward pass, on the device; scores of dense attention are not counted here."""
     hidden, queries, keys = model.hidden_size, model.query_size, model.key_value_size
     width, wide = _DTYPE_BYTES[model.dtype], model.intermediate_size
     per_token = {
         "offload": 0,
-        "layer": width * hidden,
+        "layer": width * (hidden if attends_again("layer", kernel) else hidden + queries),
         "products": width * 2 * (hidden + queries + keys + wide),
         "none": 4 * (11 * hidden + 3 * queries + 2 * keys + 6 * wide),
     }

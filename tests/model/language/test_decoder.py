@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.model.language import Decoder, Segments, grouped_attention, named_arrays, rotary_tables
+from penstock.model.language.attention_choice import attends_again
 
 
 def rows(tokens, segments=None):
@@ -79,6 +80,18 @@ def test_what_is_kept_changes_neither_values_nor_gradients(tiny_decoder, remat):
     np.testing.assert_allclose(value, again, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(products), jax.tree.leaves(others), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(a).max())
+
+
+@pytest.mark.parametrize(("remat", "again"), [("layer", 0), ("products", 0), ("none", 0), ("offload", 1)])
+def test_attention_by_blocks_runs_forward_once_where_what_it_gave_is_kept(tiny_decoder, remat, again):
+    batch = rows([[3, 4, 5, 6], [7, 8, 9, 1]])
+
+    def score(model):
+        return model.hidden_states(*batch, remat=remat, kernel="blocks").sum()
+
+    program = str(jax.make_jaxpr(jax.grad(score))(tiny_decoder()))
+    assert program.count(" while[") == 2 + again  # a loop over pairs of blocks forward, one backward
+    assert attends_again(remat, "blocks") == bool(again) and attends_again("layer", "dense")
 
 
 def test_gradient_agrees_with_finite_differences(tiny_decoder):

@@ -17,8 +17,8 @@ AttentionKernel = Literal["dense", "blocks", "triton", "splash", "cudnn"]
 Platform = Literal["cpu", "gpu", "tpu"]
 
 Remat = Literal["none", "products", "layer", "offload"]
-"""What is kept of a layer for the backward pass, which computes the rest again: all, matrix products, its input, or
-that in the host's memory."""
+"""What is kept of a layer for the backward pass, which computes the rest again: all, matrix products, its input (and
+what attention gave, but where it is dense), or its input in the host's memory."""
 
 LONGEST_DENSE: dict[Platform, int] = {"cpu": 128, "gpu": 512, "tpu": 512}
 """Rows up to this many tokens are dense under ``auto``: measured on CPUs, where blocks are twice as fast at 256."""
@@ -55,6 +55,11 @@ def attention_kernel(
     if choice == "pallas":
         return "splash" if platform == "tpu" else "triton"
     return choice
+
+
+def attends_again(remat: Remat, kernel: AttentionKernel) -> bool:
+    """Whether the backward pass computes attention again: where what it gave is not kept with a layer's input."""
+    return remat == "offload" or (remat == "layer" and kernel == "dense")
 
 
 def check_attention(

@@ -40,7 +40,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from penstock.model.arrays import joined_digests, lower_digests, named_leaves, with_named_leaves
 from penstock.model.language.adapter import Adapter
 from penstock.model.language.attention import Segments, attention
-from penstock.model.language.attention_choice import AttentionKernel, Remat
+from penstock.model.language.attention_choice import AttentionKernel, Remat, attends_again
 from penstock.model.language.config import ADAPTER, ModelConfig, RopeScaling, YarnScaling
 from penstock.model.language.precision import FLOAT32, linear, product, rounded
 
@@ -135,7 +135,7 @@ PRODUCTS = ("query", "key", "value", "attended", "residual", "gate", "up")
 """Names of what a layer computes by matrix products, for `jax.checkpoint`: all else is cheap to recompute."""
 
 
-def _keeping(remat: Remat, step: Callable[..., Any]) -> Callable[..., Any]:
+def _keeping(remat: Remat, kernel: AttentionKernel, step: Callable[..., Any]) -> Callable[..., Any]:
     """The layer's step, of which that much is kept for the backward pass.
 
     Fresh memory is what a CPU is slowest at: keeping the products only (445 MB, not 1,142, for 64 x 80 tokens of a 6M
@@ -146,7 +146,7 @@ def _keeping(remat: Remat, step: Callable[..., Any]) -> Callable[..., Any]:
     policies: Any = jax.checkpoint_policies
     kept = {
         "products": policies.save_only_these_names(*PRODUCTS),
-        "layer": policies.nothing_saveable,
+        "layer": policies.save_only_these_names(*(() if attends_again("layer", kernel) else ("attended",))),
         "offload": policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=["stream"],
@@ -422,7 +422,7 @@ class Decoder(eqx.Module):
 
         kinds = jnp.array([windows.index(window) for window in self.config.windows])
         step, through = (run, scanned) if len(windows) == 1 else (run_one_of, (scanned, kinds))
-        x, _ = jax.lax.scan(_keeping(remat, step), self.embed(tokens), through)
+        x, _ = jax.lax.scan(_keeping(remat, kernel, step), self.embed(tokens), through)
         return self.normalise(x)
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:

@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from penstock.learner.config import LearnerConfig
-from penstock.model.language.attention_choice import attention_kernel, platform_named
+from penstock.model.language.attention_choice import AttentionKernel, attends_again, attention_kernel, platform_named
 from penstock.model.language.config import ModelConfig
 from penstock.overseer.config import RunConfig
 from penstock.overseer.estimate import base_bytes, bytes_text, kv_cache_bytes, moving_bytes, reference_bytes
@@ -144,7 +144,7 @@ def attention_flops(model: ModelConfig, queries: int, keys: float) -> float:
 
 
 def _gradient(
-    model: ModelConfig, learner: LearnerConfig, work: StepWork, trained: int, width: int, kernel: str
+    model: ModelConfig, learner: LearnerConfig, work: StepWork, trained: int, width: int, kernel: AttentionKernel
 ) -> tuple[str, float, float]:
     """Forward and backward over all micro-batches of an update; a KL's or ratio's forward passes with them."""
     length, rows = learner.row_length, learner.micro_batch_rows
@@ -154,12 +154,13 @@ def _gradient(
     attention = work.sequences * learner.epochs * attention_flops(model, work.sequence_tokens, work.sequence_tokens / 2)
     if kernel == "dense":  # every query by every key of its row
         attention = micro_batches * rows * attention_flops(model, length, length)
-    body = 2.0 * layer_matrices(model) * tokens + attention
-    head = 2.0 * model.vocab_size * model.hidden_size * work.sequences * work.answer_tokens * learner.epochs
+    products, head = 2.0 * layer_matrices(model) * tokens, 2.0 * model.vocab_size * model.hidden_size
+    head *= work.sequences * work.answer_tokens * learner.epochs
     still = model.lora is not None  # a base has no gradient, but hands on that of what it was given
     passes = (4 if learner.remat in ("layer", "offload") else 3) - int(still)
     more = int(learner.recomputes_proximal) + int(learner.reads_reference)
-    flops = passes * body + (3 - int(still)) * head + more * (body + head) / learner.epochs
+    flops = passes * products + (3 + attends_again(learner.remat, kernel)) * attention + (3 - int(still)) * head
+    flops += more * (products + attention + head) / learner.epochs
     read = (passes - 1 + more) * model.parameter_count * width
     return "gradient", flops, micro_batches * (read + 2 * 4 * trained)
 
