@@ -15,14 +15,13 @@ a machine with other work the server's processor seconds, printed beside, say mo
 
 How much slower a training run is while its page is open: `penstock train cats` with six million parameters (`--tiny`:
 with the recipe's own, which makes four times as many updates and rollouts a second, and the dashboard takes a share of
-the processor for each), with a learning rate so small that its answers stay what they are, and synchronous, for an
-asynchronous run's updates come in bursts (the time between two varies by half of its mean, there by an eighth). Windows
-with and without the page take turns in it (without, with; with, without; …), and each round's two are compared: updates
-per second by the moments in metrics.jsonl. A window with it begins once the dashboard has read what was written while
-it stood still, and ends with a later look at the run.
+the processor for each), with a learning rate so small that its answers stay what they are. Two runs of one seed, which
+do the same (their updates' tokens are compared; synchronous, so that nothing depends on time), take turns: one goes on
+while the other stands still, by as many updates, and of each round the seconds of the same updates are compared.
 With: a dashboard that reads the run on, and a client that does what the run's page does in a browser (listens for news,
 and asks for all that is drawn anew, at most every two seconds); the browser's own work is not counted, for it is mostly
-another machine's. Without: both stand still. The interval is Student's t over rounds.
+another machine's. It stands still while its run does, and then looks at once, which counts. The interval is Student's
+t over rounds.
 """
 
 import argparse
@@ -45,8 +44,7 @@ import psutil
 import pyarrow as pa
 
 from benchmarks.marks import Marks
-from penstock.dashboard.observation import LONGEST_REST_S
-from penstock.rundir import RunDirectory, read_metrics
+from penstock.rundir import RunDirectory
 from penstock.rundir.parquet import pairs_column, write_parquet
 from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA
 from penstock.types.generation import STAGES
@@ -63,6 +61,8 @@ REDRAW_S = 2.0
 """A page is drawn anew at most so often, as `app.js` does it."""
 CURVES = 12
 """Of a run's page."""
+WARM_UPDATES = 30
+"""Of a run, before its pace is measured."""
 
 
 def make_run(path: Path, rollouts: int, updates: int, metrics: int) -> None:
@@ -329,7 +329,7 @@ class Page(threading.Thread):
 
 
 class Training:
-    """A run that goes on until it is ended."""
+    """A run that goes on until it is ended, after it was let go on: it stands still at first."""
 
     def __init__(self, path: Path, tiny: bool) -> None:
         own = [] if tiny else [f"model.init={json.dumps(SIX_MILLION)}"]
@@ -338,98 +338,111 @@ class Training:
         words += ["overseer.checkpoint_every=1000000"]
         command = [sys.executable, "-m", "penstock", "train", "cats", "--run-dir", str(path), *words]
         self.path, self._log = path, tempfile.TemporaryFile()
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        self.stop()
+        self._offset = 0
+        self.updates: list[tuple[float, float]] = []
+        """Of each so far the moment (Unix seconds) when it was done, and its tokens."""
 
-    def moments(self, begun: float = 0.0, ended: float = math.inf) -> list[float]:
-        """Unix seconds of its updates between two moments."""
-        if self._process.poll() is not None:
+    def look(self) -> int:
+        """How many updates there are."""
+        if self.process.poll() is not None:
             self._log.seek(0)
             raise RuntimeError(f"the run ended: {self._log.read()[-2000:].decode(errors='replace')}")
-        lines = (
-            read_metrics(RunDirectory(self.path).metrics_path) if self.path.joinpath("metrics.jsonl").exists() else []
-        )
-        times = (float(line["time"] or 0) for line in lines if "train/loss" in line)
-        return [moment for moment in times if begun <= moment <= ended]
+        path = RunDirectory(self.path).metrics_path
+        if path.exists() and path.stat().st_size > self._offset:
+            with path.open("rb") as file:
+                file.seek(self._offset)
+                content = file.read()
+            content = content[: content.rfind(b"\n") + 1]
+            self._offset += len(content)
+            lines = map(json.loads, content.splitlines())
+            self.updates += [(line["time"], line["train/tokens"]) for line in lines if "train/loss" in line]
+        return len(self.updates)
 
     def wait_for(self, updates: int) -> None:
         begun = time.monotonic()
-        while len(self.moments()) < updates:
+        while self.look() < updates:
             if time.monotonic() - begun > LIMIT_S:
                 raise TimeoutError(f"no {updates} updates within {LIMIT_S:g} s")
             time.sleep(0.2)
 
-    def updates_per_s(self, begun: float) -> float:
-        """From a moment (Unix seconds) until now."""
-        moments = self.moments(begun, time.time())
-        return (len(moments) - 1) / (moments[-1] - moments[0])
+    def stop(self) -> None:
+        """It stands still until `go_on`."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
-        self._process.terminate()
-        self._process.wait(120)
+        self.go_on()
+        self.process.terminate()
+        self.process.wait(120)
         self._log.close()
 
 
 def measure_pace(folder: Path, cache: Path, rounds: int, seconds: float, tiny: bool) -> int:
     """Ratios of paces, round by round; see the module."""
-    training = Training(folder / f"pace-{os.getpid()}", tiny)
-    watched = None
+    alone, observed = (Training(folder / f"pace-{os.getpid()}-{name}", tiny) for name in ("alone", "observed"))
+    watched = page = None
     found: list[tuple[float, float]] = []
-    busy: list[float] = []
+    spent = run_for = 0.0
     try:
-        training.wait_for(30)
-        watched = Watched(training.path, cache)
-        watched.wait_until_read(training.path.name)
+        for run in (alone, observed):  # one after the other, each with all cores
+            run.go_on()
+            run.wait_for(WARM_UPDATES)
+            run.stop()
+        done = max(run.look() for run in (alone, observed))
+        (begun, _), (ended, _) = alone.updates[WARM_UPDATES // 2], alone.updates[-1]
+        window = max(10, round(seconds * (len(alone.updates) - 1 - WARM_UPDATES // 2) / (ended - begun)))
+        watched = Watched(observed.path, cache)
+        watched.wait_until_read(observed.path.name)
+        page = Page(watched, observed.path.name)
+        page.start()
         watched.stop()
         for number in range(rounds):
-            paces: dict[bool, float] = {}
-            for is_open in (False, True) if number % 2 == 0 else (True, False):
-                if is_open:
-                    pace, share = with_page(training, watched, seconds)
-                    busy.append(share)
-                else:
-                    begun = time.time()
-                    time.sleep(seconds)
-                    pace = training.updates_per_s(begun)
-                paces[is_open] = pace
-            found.append((paces[False], paces[True]))
-            print(f"round {number + 1}: {paces[False]:.3f} updates/s without, {paces[True]:.3f} with", flush=True)
+            for run in (alone, observed) if number % 2 == 0 else (observed, alone):
+                run.go_on()
+                run.wait_for(done + 1)  # the first has a pause in it
+                before, since = watched.processor_s(), time.time()
+                if run is observed:
+                    watched.go_on()
+                run.wait_for(done + window)
+                if run is observed:
+                    spent += watched.processor_s() - before
+                    run_for += time.time() - since
+                    watched.stop()
+                run.stop()
+            without, with_page = (run.updates[done : done + window] for run in (alone, observed))
+            done = max(run.look() for run in (alone, observed))
+            if [tokens for _, tokens in without] != [tokens for _, tokens in with_page]:
+                raise RuntimeError("the two runs did not do the same: their updates have other tokens")
+            found.append((without[-1][0] - without[0][0], with_page[-1][0] - with_page[0][0]))
+            print(f"round {number + 1}: {len(without) - 1} updates took {found[-1][0]:.2f} s without, "
+                  f"{found[-1][1]:.2f} s with", flush=True)  # fmt: skip
     finally:
         if watched is not None:
             watched.go_on()
+            if page is not None:
+                page.close()
             watched.end()
-        training.end()
+        for run in (alone, observed):
+            run.end()
     slower, half = lost_percent(found)
-    windows = f"{rounds} rounds of windows of about {seconds:g} s"
+    windows = f"{rounds} rounds of {window} updates, of about {seconds:g} s"
     print(f"slower with an open page: {slower:.2f} % ± {half:.2f}, 95% of {windows}")
-    print(f"the dashboard took {1000 * np.mean(busy):.0f} ms of the processor a second, of {os.cpu_count()} cores")
+    share = 1000 * spent / run_for
+    print(f"the dashboard took {share:.1f} ms of the processor a second, of {os.cpu_count()} cores")
     marks = Marks()
     marks.at_most("updates per second lost to an open page, %", slower, 1.0)
     print("\n".join(marks.lines))
     return int(marks.missed > 0)
 
 
-def lost_percent(paces: list[tuple[float, float]]) -> tuple[float, float]:
+def lost_percent(times: list[tuple[float, float]]) -> tuple[float, float]:
     """How much slower the second of each pair is, by the mean of logarithms, and half the interval of that mean."""
-    lost = [100 * math.log(without / with_page) for without, with_page in paces]
+    lost = [100 * math.log(with_page / without) for without, with_page in times]
     return float(np.mean(lost)), t_quantile(len(lost) - 1) * float(np.std(lost, ddof=1)) / len(lost) ** 0.5
-
-
-def with_page(training: Training, watched: Watched, seconds: float) -> tuple[float, float]:
-    """Updates per second while the page is open, and seconds of the processor that the dashboard took in each.
-
-    From the end of a look at the run to that of a later one, so that what looking takes is counted in full.
-    """
-    watched.go_on()
-    page = Page(watched, training.path.name)
-    page.start()
-    page.wait_for_reads(1)
-    before, begun = watched.processor_s(), time.time()
-    page.wait_for_reads(max(1, round(seconds / LONGEST_REST_S)))
-    share = (watched.processor_s() - before) / (time.time() - begun)
-    pace = training.updates_per_s(begun)
-    page.close()
-    watched.stop()
-    return pace, share
 
 
 def main(arguments: list[str] | None = None) -> int:

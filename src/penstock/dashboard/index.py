@@ -16,7 +16,7 @@ called from any.
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -202,6 +202,7 @@ class RunIndex:
         """Grows with each change; what was asked before may have changed."""
         self.waiting = 0
         """Files that were found and not read yet."""
+        self._listed, self._ends, self._lives = dict[str, dict[str, int]](), dict[str, int](), ""
 
     def close(self) -> None:
         """Frees the file."""
@@ -254,6 +255,8 @@ class RunIndex:
 
     def _read_parts(self, storage: Storage, folder: str) -> Iterator[str]:
         files = {file.name: file.size_bytes for file in storage.files(folder)}
+        if files == self._listed.get(folder):
+            return
         known = {
             row["name"]: row
             for row in self.rows("SELECT * FROM parts WHERE starts_with(name, ?)", [f"{folder}/"])
@@ -278,6 +281,12 @@ class RunIndex:
             self._change("UPDATE rollouts SET part = NULL WHERE part IN (SELECT part FROM parts WHERE name IN "
                          "(SELECT unnest(?)))", [gone])  # fmt: skip
             self._change("UPDATE parts SET bytes = -1 WHERE name IN (SELECT unnest(?))", [gone])
+        self._note_listed(folder, files)
+
+    def _note_listed(self, folder: str, files: dict[str, int]) -> None:
+        """Until its files are others there is nothing to read in it, unless one could not be read."""
+        if not self.damaged:
+            self._listed[folder] = files
 
     def _read(self, storage: Storage, name: str, read: Callable[[pq.ParquetFile], Answer]) -> Answer | None:
         """None of a file that is gone since it was listed, or cannot be read."""
@@ -304,7 +313,7 @@ class RunIndex:
 
     def _read_log(self, name: str, path: Path, schema: pa.Schema, statements: Sequence[str]) -> Iterator[str]:
         while True:
-            offset = int(self._about(f"{name}_offset") or 0)
+            offset = self._ends.get(name) or int(self._about(f"{name}_offset") or 0)
             if path.is_file() and path.stat().st_size < offset:
                 offset = 0
             table, end = read_log_block(path, schema, offset, LOG_BYTES)
@@ -317,10 +326,13 @@ class RunIndex:
                     cursor.execute(sql)
                 cursor.unregister(name)
                 _note(cursor, f"{name}_offset", str(end))
+            self._ends[name] = end
             yield f"{name} to byte {end}"
 
     def _read_batches(self) -> Iterator[str]:
         files = {file.name: file.size_bytes for file in self._storage.files("batches")}
+        if files == self._listed.get("batches"):
+            return
         known = {row["name"] for row in self.rows("SELECT name FROM parts WHERE starts_with(name, 'batches/')")}
         before = dict(zip(*horizons(self._directory).to_pydict().values(), strict=True))
         for names in _portions(sorted(set(files) - known, key=lambda name: name.rpartition("_")[2]), files):
@@ -338,16 +350,18 @@ class RunIndex:
                     cursor.execute(sql)
                 cursor.unregister("uses")
             yield f"{len(tables)} batches"
+        self._note_listed("batches", files)
 
     def _look_at_lives(self) -> None:
         """What was in the batch of an update that a resume made anew has no fate that says so: it waits again."""
         path = self._directory.lineages_path
         forks = hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()
-        if (self._about("lives") or forks) != forks:
-            self._change("UPDATE rollouts SET advantage = NULL, step = NULL WHERE state IS NULL", [])
-        if self._about("lives") != forks:
+        if forks != self._lives and (before := self._about("lives")) != forks:
             with self._writing() as cursor:
+                if before is not None:
+                    cursor.execute("UPDATE rollouts SET advantage = NULL, step = NULL WHERE state IS NULL")
                 _note(cursor, "lives", forks)
+        self._lives = forks
 
     def _about(self, key: str) -> str | None:
         found = self.rows("SELECT value FROM about WHERE key = ?", [key])
@@ -357,29 +371,18 @@ class RunIndex:
         with self._writing() as cursor:
             cursor.execute(sql, parameters or None)
 
-    def _writing(self) -> "_Writing":
+    @contextmanager
+    def _writing(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """A transaction: all of it, or nothing where it fails."""
         self.version += 1
-        return _Writing(self._connection, self._lock)
-
-
-class _Writing:
-    """A transaction: all of it, or nothing where it fails."""
-
-    def __init__(self, connection: duckdb.DuckDBPyConnection, lock: threading.Lock) -> None:
-        self._connection, self._lock = connection, lock
-
-    def __enter__(self) -> duckdb.DuckDBPyConnection:
-        self._lock.acquire()
-        self._cursor = self._connection.cursor()
-        self._cursor.execute("BEGIN")
-        return self._cursor
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            self._cursor.execute("COMMIT" if error is None else "ROLLBACK")
-        finally:
-            self._cursor.close()
-            self._lock.release()
+        with self._lock, self._connection.cursor() as cursor:
+            cursor.execute("BEGIN")
+            try:
+                yield cursor
+            except BaseException:
+                cursor.execute("ROLLBACK")
+                raise
+            cursor.execute("COMMIT")
 
 
 def _open(directory: RunDirectory, cache: Path | None) -> tuple[str, duckdb.DuckDBPyConnection]:
@@ -482,8 +485,9 @@ def _joined(tables: Iterable[pa.Table], first_part: int) -> pa.Table:
 
 def _worked_out(table: pa.Table, timings: Iterator[pa.MapArray], turns: Iterator[pa.ListArray]) -> pa.Table:
     """With the columns that are not stored as the index has them, in place of those that they follow from."""
+    position = pc.struct_field(pc.extract_regex(table.column("rollout_id"), r"/(?P<n>[0-9]{1,9})$"), "n")
     made = {
-        "position": _positions(table.column("rollout_id")),
+        "position": pc.fill_null(position.cast(pa.int32()), 0),
         "problem": _problems(table.column("group_key")),
         **_seconds(table.num_rows, timings),
         "turns": _turns(table.num_rows, turns),
@@ -523,11 +527,6 @@ def _portions(names: list[str], files: Mapping[str, int]) -> Iterator[list[str]]
         room -= files[name]
     if portion:
         yield portion
-
-
-def _positions(ids: pa.ChunkedArray) -> pa.ChunkedArray:
-    found = pc.struct_field(pc.extract_regex(ids, r"/(?P<n>[0-9]{1,9})$"), "n")
-    return pc.fill_null(found.cast(pa.int32()), 0)
 
 
 def _pieces(file: pq.ParquetFile, name: str) -> Iterator[pa.Array]:

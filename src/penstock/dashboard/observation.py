@@ -27,7 +27,7 @@ from penstock.types import ConfigError, PenstockError, RunDirectoryError
 
 LOOK_S = 1.0
 """Between two looks at what has grown, at least."""
-REST, LONGEST_REST_S = 100.0, 30.0
+REST, LONGEST_REST_S = 300.0, 30.0
 """After a look it rests so many times as long as that took of the processor, lest a run that goes on be slowed."""
 WANTED_S = 60.0
 """A run is read on for so long after it was asked for; its curves are read once in any case."""

@@ -386,9 +386,10 @@ class LearnerConfig(FrozenConfig, frozen=True):
             skips what is masked, on CPUs and of float32 models, else ``pallas``, a kernel for GPUs and TPUs.
             ``cudnn``: NVIDIA's for packed rows, by a private interface of JAX. Only ``dense`` takes memory that is
             quadratic in the length of rows.
-        remat: What is kept of each layer for the backward pass, which computes the rest again. ``layer``: its input
-            alone, which costs a CPU next to nothing, because memory that is not touched is not paged in either;
-            ``offload``: that in the host's memory, where the chip has its own; ``products``: the results of its matrix
+        remat: What is kept of each layer for the backward pass, which computes the rest again. ``layer``: its input,
+            and what ``blocks`` or a GPU's kernel of attention gave, which costs a CPU next to nothing, because memory
+            that is not touched is not paged in either; ``offload``: the input in the host's memory, where the chip has
+            its own; ``products``: the results of its matrix
             products, on CPUs the head's softmax, too; ``none``: everything. (``true`` and ``false`` of before are
             ``layer`` and ``products``.)
         head_tile_tokens: Tokens whose scores over the vocabulary exist at the same time; None: 256 on a CPU, 1024 on a

@@ -23,10 +23,10 @@ bfloat16 in float32):
   one, on one CPU, those of a chunk of t tokens, 8 t i + H t S (4 + c) + 2 S v c;
 - *adapter's products*, of outputs w in all: 8 N w, 6 N w where bfloat16 is computed in float32; or attention, where it
   takes more and is not dense;
-- *activations* of one micro-batch: L N h b between layers (none, offloaded), with q beside h where attention is not
-  dense, and N (4 h + 3 q + 4 v + 4 i) c inside one where `remat` keeps a layer's input; where it keeps products,
-  L N (2 h + 2 q + 2 v + 2 i) b, and N (h + 2 i) c, or twice the former inside where c is not b; where it keeps all,
-  4 L N (11 h + 3 q + 2 v + 6 i), and N (h + 2 i) c;
+- *activations* of one micro-batch: L N h b between layers (none, offloaded), with q beside h where what attention gave
+  is kept (`attends_again`), and N (4 h + 3 q + 4 v + 4 i) c inside one where `remat` keeps a layer's input; where it
+  keeps products, L N (2 h + 2 q + 2 v + 2 i) b, and N (h + 2 i) c, or twice the former inside where c is not b; where
+  it keeps all, 4 L N (11 h + 3 q + 2 v + 6 i), and N (h + 2 i) c;
 - *vocabulary*: the output head takes 8 V h + 12 V · tile and what is kept, before the layers' backward pass; what that
   exceeds gradient, attention and activations by, and 6 · 4 V s of a decode step;
 - *float32 copies*, on CPUs of a bfloat16 model: 4 P + 8 V h in the learner, none beside an adapter; of head and cache

@@ -91,7 +91,7 @@ def test_attention_by_blocks_runs_forward_once_where_what_it_gave_is_kept(tiny_d
 
     program = str(jax.make_jaxpr(jax.grad(score))(tiny_decoder()))
     assert program.count(" while[") == 2 + again  # a loop over pairs of blocks forward, one backward
-    assert attends_again(remat, "blocks") == bool(again) and attends_again("layer", "dense")
+    assert attends_again(remat, "blocks") == bool(again) and attends_again("layer", "splash")
 
 
 def test_gradient_agrees_with_finite_differences(tiny_decoder):

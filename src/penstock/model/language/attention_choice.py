@@ -18,7 +18,7 @@ Platform = Literal["cpu", "gpu", "tpu"]
 
 Remat = Literal["none", "products", "layer", "offload"]
 """What is kept of a layer for the backward pass, which computes the rest again: all, matrix products, its input (and
-what attention gave, but where it is dense), or its input in the host's memory."""
+what attention gave: see `attends_again`), or its input in the host's memory."""
 
 LONGEST_DENSE: dict[Platform, int] = {"cpu": 128, "gpu": 512, "tpu": 512}
 """Rows up to this many tokens are dense under ``auto``: measured on CPUs, where blocks are twice as fast at 256."""
@@ -58,8 +58,12 @@ def attention_kernel(
 
 
 def attends_again(remat: Remat, kernel: AttentionKernel) -> bool:
-    """Whether the backward pass computes attention again: where what it gave is not kept with a layer's input."""
-    return remat == "offload" or (remat == "layer" and kernel == "dense")
+    """Whether the backward pass computes attention again, since what it gave is not kept with a layer's input.
+
+    Dense attention of short rows is cheap, and what splash attention gives takes twice its room on a TPU, whose memory
+    holds heads of 64 numbers as if they had 128.
+    """
+    return remat == "offload" or (remat == "layer" and kernel in ("dense", "splash"))
 
 
 def check_attention(
