@@ -292,7 +292,7 @@ class Page(threading.Thread):
 
     def _listen(self) -> None:
         last, drawn, version = -REDRAW_S, None, None
-        with httpx.stream("GET", f"{self._watched.url}/api/{self._address}/stream", timeout=60) as stream:
+        with httpx.stream("GET", f"{self._watched.url}/api/{self._address}/stream", timeout=LIMIT_S) as stream:
             for line in stream.iter_lines():
                 if self._closing.is_set():
                     return
@@ -314,6 +314,10 @@ class Page(threading.Thread):
                 raise TimeoutError(f"the run was not read on: {self.failure or f'not within {LIMIT_S:g} s'}")
             time.sleep(0.05)
 
+    def raise_if_failed(self) -> None:
+        if self.failure:
+            raise RuntimeError(f"the page was not drawn: {self.failure}")
+
     def _draw(self) -> None:
         page = self._watched.ask(self._address)
         self._watched.ask(f"{self._address}/curves", names=",".join(page["metrics"][:CURVES]), points=500)
@@ -324,8 +328,7 @@ class Page(threading.Thread):
     def close(self) -> None:
         self._closing.set()
         self.join(60)
-        if self.failure or not self.drawn:
-            raise RuntimeError(f"the page was not drawn: {self.failure or 'no news came'}")
+        self.raise_if_failed()
 
 
 class Training:
@@ -384,7 +387,7 @@ class Training:
 def measure_pace(folder: Path, cache: Path, rounds: int, seconds: float, tiny: bool) -> int:
     """Ratios of paces, round by round; see the module."""
     alone, observed = (Training(folder / f"pace-{os.getpid()}-{name}", tiny) for name in ("alone", "observed"))
-    watched = page = None
+    watched = None
     found: list[tuple[float, float]] = []
     spent = run_for = 0.0
     try:
@@ -409,6 +412,7 @@ def measure_pace(folder: Path, cache: Path, rounds: int, seconds: float, tiny: b
                     watched.go_on()
                 run.wait_for(done + window)
                 if run is observed:
+                    page.raise_if_failed()
                     spent += watched.processor_s() - before
                     run_for += time.time() - since
                     watched.stop()
@@ -420,11 +424,11 @@ def measure_pace(folder: Path, cache: Path, rounds: int, seconds: float, tiny: b
             found.append((without[-1][0] - without[0][0], with_page[-1][0] - with_page[0][0]))
             print(f"round {number + 1}: {len(without) - 1} updates took {found[-1][0]:.2f} s without, "
                   f"{found[-1][1]:.2f} s with", flush=True)  # fmt: skip
+        watched.go_on()
+        page.close()
     finally:
         if watched is not None:
             watched.go_on()
-            if page is not None:
-                page.close()
             watched.end()
         for run in (alone, observed):
             run.end()

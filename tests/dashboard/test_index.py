@@ -122,6 +122,13 @@ def test_a_second_look_reads_nothing_and_a_new_line_only_itself(index, directory
     assert index.rows("SELECT count(*) AS n FROM rollouts WHERE state = 'filtered'") == [{"n": 1}]
 
 
+def test_a_look_at_files_that_have_not_changed_asks_the_index_nothing(index, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(RunIndex, "rows", lambda *_: pytest.fail("it asked"))
+        patched.setattr(RunIndex, "_writing", lambda *_: pytest.fail("it wrote"))
+        assert read(index) == []
+
+
 def test_it_goes_on_where_the_last_one_ended_and_is_made_again_when_deleted(directory, tmp_path):
     cache = tmp_path / "cache"
     first = RunIndex(directory, cache)
@@ -209,6 +216,11 @@ def test_a_part_that_cannot_be_read_is_named_and_the_others_are_there(directory,
     read(index)
     assert list(index.damaged) == ["rollouts/part-b.parquet"] and "part-b" in index.damaged["rollouts/part-b.parquet"]
     assert len(index.part_of("cats-0-0")) == 4
+    whole = tmp_path / "whole.parquet"
+    write_records(whole, group("cats-0-88", [("a cat", 1.0)], (2,), timestamp=2e9))
+    (directory.rollouts / "part-b.parquet").write_bytes(whole.read_bytes())
+    read(index)
+    assert not index.damaged and len(index.part_of("cats-0-88")) == 1
     index.close()
 
 

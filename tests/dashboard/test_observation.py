@@ -29,12 +29,15 @@ def test_a_config_is_parsed_once_and_again_where_a_resume_has_replaced_it(tmp_pa
     assert run.config == {} and run.status().state == "dead"
 
 
-@pytest.mark.parametrize(("spent", "rest"), [(0.0, LOOK_S), (0.05, 0.05 * REST), (9.0, LONGEST_REST_S)])
-def test_a_run_that_was_read_on_is_let_alone_for_many_times_as_long(tmp_path, monkeypatch, spent, rest):
+@pytest.mark.parametrize(
+    ("spent", "rest", "reads"), [(0.0, LOOK_S, 2), (0.05, 0.05 * REST, 2), (9.0, LONGEST_REST_S, 2), (9.0, LOOK_S, 1)]
+)
+def test_a_run_that_was_read_on_is_let_alone_for_many_times_as_long(tmp_path, monkeypatch, spent, rest, reads):
     write_run(tmp_path / "mine")
     now, looks = [100.0], []
     runs = ObservedRuns(tmp_path / "mine", clock=lambda: now[0])
     run = runs.find("mine")
+    run.reads = reads
     processor = iter([0.0, spent])
     monkeypatch.setattr(observation.time, "thread_time", lambda: next(processor))
     monkeypatch.setattr(run, "look", lambda: looks.append(1) or False)

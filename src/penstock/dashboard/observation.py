@@ -27,7 +27,7 @@ from penstock.types import ConfigError, PenstockError, RunDirectoryError
 
 LOOK_S = 1.0
 """Between two looks at what has grown, at least."""
-REST, LONGEST_REST_S = 300.0, 30.0
+REST, LONGEST_REST_S = 200.0, 30.0
 """After a look it rests so many times as long as that took of the processor, lest a run that goes on be slowed."""
 WANTED_S = 60.0
 """A run is read on for so long after it was asked for; its curves are read once in any case."""
@@ -56,7 +56,8 @@ class ObservedRun:
         self.problem = ""
         self.progress = "not read yet"
         self.version = 0
-        self._was_read = self._has_news = False
+        self.reads = 0  # how often all of it was read
+        self._has_news = False
         self.trust = trust
         self._cache = cache
         self._events: list[dict[str, Any]] = []
@@ -173,7 +174,8 @@ class ObservedRun:
             self._pieces = index.read_on()
         piece = next(self._pieces, None)
         if piece is None:
-            self._pieces, self.progress, self._was_read = None, "", True
+            self._pieces, self.progress = None, ""
+            self.reads += 1
             self._tell_news()
             self.problem = next(iter(index.damaged.values()), "")
             return False
@@ -184,7 +186,7 @@ class ObservedRun:
     def _grown(self, words: str) -> None:
         """Of a run that was read before, a page is drawn anew once all that is new is there, not for each piece."""
         self.progress, self._has_news = words, True
-        if not self._was_read:
+        if not self.reads:
             self._tell_news()
 
     def _tell_news(self) -> None:
@@ -312,7 +314,8 @@ class ObservedRuns:
             grew |= more
         run.taken_s += time.thread_time() - begun
         if not more:
-            run.rests_until = self._clock() + min(max(LOOK_S, REST * run.taken_s), LONGEST_REST_S)
+            spent = run.taken_s if run.reads > 1 else 0.0  # the first time says nothing of the next
+            run.rests_until = self._clock() + min(max(LOOK_S, REST * spent), LONGEST_REST_S)
             run.taken_s = 0.0
         return grew
 
