@@ -18,7 +18,8 @@ bfloat16 in float32):
   more for the float32 master of a bfloat16 model. Of an adapter A for P, and its own dtype, as of its gradients;
 - *KV cache* 2 · 2 L s S v b: the cache, and its copy while it grows or a prompt's samples fork from it;
 - *attention*, dense, R H T² (8 + c): scores and their gradient in float32, weights in the dtype of the products; by any
-  other kernel 8 N (q + v) c, half as much again where products are kept; 8 R H T² in every layer, dense, where all is;
+  other kernel 8 N (q + v) c, half as much again where products are kept; dense 4 R H T² more where products are, and
+  8 R H T² in every layer where all is;
   and of the largest prefill, r prompts of length t, 8 r t i and dense H r t² (4 + c), else 6 r t (q + v) b; of a long
   one, on one CPU, those of a chunk of t tokens, 8 t i + H t S (4 + c) + 2 S v c;
 - *adapter's products*, of outputs w in all: 8 N w, 6 N w where bfloat16 is computed in float32; or attention, where it
@@ -33,8 +34,8 @@ bfloat16 in float32):
   in the engine;
 - *snapshot*: P b (A b) of an older version, and copies on the host of the optimiser's state and the reference, where a
   checkpoint is written while training goes on;
-- *optimiser step*: what its temporaries exceed those of the gradient by: 10 P (7.6 P with a master), of Muon's matrices
-  6 P_m (13 P_m), of Adafactor 4 P (10.6 P).
+- *optimiser step*: what its temporaries exceed those of the gradient by: 4 P (7.6 P with a master), of Muon
+  6 P_m (13 P_m) of its matrices and 10 (7.6) of each other parameter, of Adafactor 4 P (10.6 P).
 
 Each program's part is within 15% of what XLA's compiler allots (`memory_analysis`; a bfloat16 prefill, and the gradient
 of an adapter, within 20%),
@@ -247,6 +248,7 @@ def _temporaries_of(shape: RowShape, model: ModelConfig, learner: LearnerConfig,
     kernel = attention_kernel(learner.attention, platform, length, model.dtype, model.head_dim)
     apart, upcast = model.lora is not None, on_cpu and model.dtype == "bfloat16"
     head = (4 if apart else 8) * model.vocab_size * model.hidden_size  # a base's has no gradient
+    copies = 4 * count if upcast and not apart else 0
     attention = attention_bytes(model, shape, kernel, learner.remat, on_cpu)
     added = _adapter_activations(model, rows * length, upcast)
     if kernel != "dense":  # whose gradient is over when those of the products are made
@@ -255,12 +257,12 @@ def _temporaries_of(shape: RowShape, model: ModelConfig, learner: LearnerConfig,
         "gradient": trained_count(model, learner) * _DTYPE_BYTES[_trained_dtype(model)],
         "attention": attention,
         "activations": activation_bytes(model, shape, kernel, learner.remat, on_cpu) + added,
-        "copies": 4 * count + head if upcast and not apart else 0,
+        "copies": copies + head if copies else 0,
     }
     tile = 12 * model.vocab_size * min(learner.head_tile(platform), rows * length)
     kept = keeps_softmax(learner.remat, platform, rows * length, model.vocab_size)
     softmax = 4 * model.vocab_size * rows * length if kept else 0
-    scoring = head + tile + softmax + _kept_bytes(model, rows * length, kernel, learner.remat)
+    scoring = copies + head + tile + softmax + _kept_bytes(model, rows * length, kernel, learner.remat)
     return layers | {"vocabulary": max(0, scoring - sum(layers.values()))}
 
 
@@ -272,8 +274,8 @@ def step_temporaries(model: ModelConfig, learner: LearnerConfig) -> int:
     if learner.optimizer.offload:
         return moving_bytes(model)
     optimizer, wide = learner.optimizer, _trained_dtype(model) == "float32"
-    per_parameter = (4.0 if wide else 10.6) if optimizer.name == "adafactor" else (10.0 if wide else 7.6)
-    of_matrix = 6.0 if wide else 13.0
+    bare, with_master = {"adamw": (4.0, 7.6), "muon": (10.0, 7.6), "adafactor": (4.0, 10.6)}[optimizer.name]
+    per_parameter, of_matrix = (bare, 6.0) if wide else (with_master, 13.0)
     sizes = [
         (of_matrix if optimizer.orthogonalises(name, len(shape)) else per_parameter) * math.prod(shape)
         for name, shape in _trained_shapes(model, learner).items()
@@ -293,7 +295,8 @@ def attention_bytes(
     computed, tokens = 4 if on_cpu else _DTYPE_BYTES[model.dtype], shape.rows * shape.length
     if kernel == "dense":
         scores = tokens * model.num_attention_heads * shape.length
-        return scores * (8 + computed) + (8 * model.num_hidden_layers * scores if remat == "none" else 0)
+        more = {"products": 4, "none": 8 * model.num_hidden_layers}.get(remat, 0)
+        return scores * (8 + computed + more)
     more = 8 if remat in ("layer", "offload") else 12
     return tokens * (model.query_size + model.key_value_size) * computed * more
 
