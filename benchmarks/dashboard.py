@@ -329,6 +329,8 @@ class Page(threading.Thread):
         self._closing.set()
         self.join(60)
         self.raise_if_failed()
+        if not self.drawn:
+            raise RuntimeError("the page was not drawn: no news came")
 
 
 class Training:

@@ -154,8 +154,8 @@ def _gradient(
     attention = work.sequences * learner.epochs * attention_flops(model, work.sequence_tokens, work.sequence_tokens / 2)
     if kernel == "dense":  # every query by every key of its row
         attention = micro_batches * rows * attention_flops(model, length, length)
-    products, head = 2.0 * layer_matrices(model) * tokens, 2.0 * model.vocab_size * model.hidden_size
-    head *= work.sequences * work.answer_tokens * learner.epochs
+    products = 2.0 * layer_matrices(model) * tokens
+    head = 2.0 * model.vocab_size * model.hidden_size * work.sequences * work.answer_tokens * learner.epochs
     still = model.lora is not None  # a base has no gradient, but hands on that of what it was given
     passes = (4 if learner.remat in ("layer", "offload") else 3) - int(still)
     more = int(learner.recomputes_proximal) + int(learner.reads_reference)
