@@ -11,7 +11,7 @@ def test_the_defaults_are_those_of_the_documentation():
     config = ReplayBufferConfig()
     assert (config.capacity, config.max_samples, config.max_rollout_timestamp_delay) == (4096, 1, 3600.0)
     assert config.max_rollout_step_delay == config.staleness_budget == config.step_delay("cats") == 1
-    assert config.store.buffer_size == 8 and config.store.compression == "zstd"
+    assert config.store.buffer_size is None and config.store.compression == "zstd"
     maker = config.batch_maker
     assert (maker.name, maker.alpha, maker.balance, maker.unit, maker.retention) == (
         "deadline", 3.0, "size", "group", "newest",

@@ -31,9 +31,9 @@ class Store:
         assert self.may_write.wait(LIMIT_S)
 
 
-def sealer(store: Any, clock: HandClock) -> Sealer:
-    config = StoreConfig(buffer_size=4, seal_s=30.0)
-    made = Sealer(store, Ledger(), config, clock, lambda group_ids: None)
+def sealer(store: Any, clock: HandClock, buffer_size: int | None = 4) -> Sealer:
+    config = StoreConfig(buffer_size=buffer_size, seal_s=30.0)
+    made = Sealer(store, Ledger(), config, 3, clock, lambda group_ids: None)
     made.space = DiskSpace(60.0, clock)
     return made
 
@@ -55,6 +55,16 @@ def test_groups_are_overdue_once_their_file_is_due_and_while_it_is_written():
     assert (queue.overdue, len(queue)) == (0, 1)
     queue.add("c", ["c/0", "c/1", "c/2"])
     assert queue.overdue == 2
+
+
+def test_a_file_is_due_with_the_groups_of_a_batch_however_many_rollouts_they_have():
+    clock = HandClock()
+    queue: Any = sealer(Store(), clock, None)
+    for group_id, size in (("a", 1), ("b", 100)):
+        queue.add(group_id, [f"{group_id}/{position}" for position in range(size)])
+    assert not queue.due
+    queue.add("c", ["c/0"])
+    assert queue.due
 
 
 def test_nothing_is_overdue_while_a_full_disk_is_waited_for():

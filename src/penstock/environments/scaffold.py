@@ -269,7 +269,7 @@ curriculum:
   eval_n_examples: 16
   micro_eval_frequency: 0
 inference: {max_slots: 64, max_seq_len: $longest}
-replay: {groups_per_batch: 8, staleness_budget: 1, store: {buffer_size: 64}}
+replay: {groups_per_batch: 8, staleness_budget: 1}
 learner:
   row_length: 128
   micro_batch_rows: 8

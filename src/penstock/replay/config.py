@@ -17,7 +17,8 @@ class StoreConfig(BaseModel):
         url: Where ``rollouts/`` and ``batches/`` go: a path, or an object store's URL (``s3://bucket/run``) that
             names neither a server nor credentials; None means the run directory. A path is kept as an absolute
             one. The logs stay in the run directory.
-        buffer_size: A file is written when so many rollouts wait for one; groups are never split.
+        buffer_size: A file is written when so many rollouts wait for one; groups are never split. None: when as many
+            groups wait as a batch has.
         seal_s: Or when the oldest of them has waited so long. A waiting learner has it written at once.
         compression: Of the Parquet files.
         compact_parts: So many small files are merged into one in the background; 0 never.
@@ -35,7 +36,7 @@ class StoreConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: str | None = None
-    buffer_size: int = Field(default=8, ge=1)
+    buffer_size: int | None = Field(default=None, ge=1)
     seal_s: float = Field(default=5.0, gt=0)
     compression: Literal["zstd", "snappy", "gzip", "lz4", "none"] = "zstd"
     compact_parts: int = Field(default=64, ge=0)

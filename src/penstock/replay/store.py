@@ -339,6 +339,7 @@ class Sealer:
         ledger: Lines of its logs for which there was no room are written by the thread.
         changed: Held while the queue is touched, never while a file is written.
         config: When a file is due, and how long a full disk is waited for.
+        groups: Of a batch.
         clock: Unix seconds.
         on_sealed: Told which groups are durable now, the lock held.
 
@@ -351,6 +352,7 @@ class Sealer:
         store: ExperienceStore,
         ledger: Ledger,
         config: StoreConfig,
+        groups: int,
         clock: Clock,
         on_sealed: Callable[[list[str]], None],
     ) -> None:
@@ -359,6 +361,7 @@ class Sealer:
         self._ledger = ledger
         self._changed = ledger.changed
         self._config = config
+        self._groups = groups
         self._clock = clock
         self._on_sealed = on_sealed
         self._writing = threading.RLock()
@@ -393,8 +396,9 @@ class Sealer:
         """Whether a file should be written although nobody waits for it."""
         with self._changed:
             waited = self._clock() - self._oldest
-            full = len(self._records) >= self._config.buffer_size
-            return bool(self._group_ids) and (full or waited >= self._config.seal_s)
+            most, queued = self._config.buffer_size, len(self._group_ids)
+            full = queued >= self._groups if most is None else len(self._records) >= most
+            return bool(queued) and (full or waited >= self._config.seal_s)
 
     @property
     def overdue(self) -> int:

@@ -133,7 +133,7 @@ class TrainingPool:
         self.complete: Complete = lambda examples, rollouts: (tuple(examples), {})
         self._rules, self._clock, self._uses, self._capacity = rules, clock, config.uses, config.capacity
         self.filters = GroupFilters(config.batch_maker)
-        self.sealer = Sealer(store, ledger, config.store, clock, self._add_to_makers)
+        self.sealer = Sealer(store, ledger, config.store, config.groups_per_batch, clock, self._add_to_makers)
         self.drops = BatchMetrics()
         self._in_training: dict[int, list[tuple[WaitingGroup, Experience]]] = {}
         self._pending: Counter[str] = Counter()
