@@ -30,7 +30,7 @@ FAMILIES = {
     ),
     "phi3, yarn": (1.0, (64,), {"model_type": "phi3", "rope_scaling": YARN}),
 }
-DEFAULT = tuple(FAMILIES)[:1]
+DEFAULT = tuple(FAMILIES)[0], "gemma, windows in some layers"
 
 
 def packed_logprobs(decoder, completions, temperature):

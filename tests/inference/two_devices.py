@@ -13,7 +13,7 @@ from tests.inference.test_model_runner_decoding import FAMILIES, packed_logprobs
 
 from penstock.inference import GenerationRequest
 from penstock.inference.decoding import Moves
-from penstock.inference.dispatch import to_device
+from penstock.inference.dispatch import SlotRows
 from penstock.inference.model_runner import ModelRunner, ModelSplit
 from penstock.inference.scheduler import SlotTable
 from penstock.model.arrays import digests_of
@@ -119,7 +119,7 @@ def collectives(program, *arguments, **fixed):
 def test_sums_and_scores_cross_between_devices_but_never_weights_or_cache(make_decoder, split):
     runner = ModelRunner(make_decoder(vocab_size=258), split)
     programs, weights, cache = runner._programs, runner._weights, runner._cache
-    rows = to_device(SlotTable(4, 8).rows)
+    rows = SlotRows.of(SlotTable(4, 8).rows)
     # Two layers with two sums each, the embedding's rows from whoever holds them, and the scores.
     assert collectives(programs.decode, weights, cache, rows, steps=4) == {
         ("f32[4,32]", "all-reduce"): 5, ("f32[4,258]", "all-gather"): 1,

@@ -9,7 +9,7 @@ import pytest
 from penstock.batch import RowShape
 from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import ServedWeights, create_cache
-from penstock.inference.dispatch import to_device
+from penstock.inference.dispatch import SlotRows
 from penstock.inference.model_runner import ONE_DEVICE
 from penstock.inference.scheduler import SlotTable
 from penstock.learner import step
@@ -266,7 +266,7 @@ def test_prefill_and_decoding_take_what_the_compiler_allots(shapes):
     weights = jax.eval_shape(ServedWeights.of, decoder)
     cache = jax.eval_shape(lambda: create_cache(model, sizes["slots"], sizes["window"]))
     run: Any = ONE_DEVICE
-    decoding = peak_bytes(run.decode.lower(weights, cache, to_device(SlotTable(sizes["slots"], 8).rows), steps=8))
+    decoding = peak_bytes(run.decode.lower(weights, cache, SlotRows.of(SlotTable(sizes["slots"], 8).rows), steps=8))
     estimate = estimate_memory(
         model, EngineConfig(max_slots=sizes["slots"], max_seq_len=sizes["window"]), LearnerConfig()
     )

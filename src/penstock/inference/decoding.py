@@ -316,13 +316,13 @@ def _record(
     return _Progress(step + 1, cache, tokens, written, progress.live & ~stopped & (count < rows.budget))
 
 
-Tables = Mapping[int | None, tuple[Array, Array]]
-"""By attention window: cosines and sines [..., half] of the positions at hand."""
+Tables = Mapping[int, tuple[Array, Array]]
+"""By attention window, 0 for none (JAX sorts keys): cosines and sines [..., half] of the positions at hand."""
 
 
 def tables_of(config: ModelConfig, positions: Int32[Array, "*shape"]) -> Tables:
     """`rotary_tables` of each attention window that a layer has."""
-    return {window: rotary_tables(config, positions, window) for window in dict.fromkeys(config.windows)}
+    return {window or 0: rotary_tables(config, positions, window) for window in dict.fromkeys(config.windows)}
 
 
 def decode_step(
@@ -352,7 +352,7 @@ def decode_step(
     for layer, window, cached_keys, cached_values in zip(
         weights.layers, windows, cache.keys, cache.values, strict=True
     ):
-        query, key, value = layer.project(x, *tables[window])
+        query, key, value = layer.project(x, *tables[window or 0])
         keys.append(append(cached_keys, key, rows.slots, targets))
         values.append(append(cached_values, value, rows.slots, targets))
         x = layer.finish(x, attend(query, keys[-1], values[-1], window))
@@ -383,7 +383,7 @@ def prefill(weights: ServedWeights, tokens: Int32[Array, "rows length"], kernel:
     x: Float[Array, "rows length hidden"] = weights.ends.embed(tokens)
     keys, values = [], []
     for layer, window in zip(weights.layers, config.windows, strict=True):
-        query, key, value = layer.project(x, *tables[window])
+        query, key, value = layer.project(x, *tables[window or 0])
         keys.append(key.transpose(0, 2, 1, 3))
         values.append(value.transpose(0, 2, 1, 3))
         x = layer.finish(x, attention(query, key, value, whole_rows, kernel, window))
@@ -456,7 +456,7 @@ def _extended(
     for layer, window, cached_keys, cached_values in zip(
         weights.layers, config.windows, cache.keys, cache.values, strict=True
     ):
-        query, key, value = layer.project(x, *tables[window])
+        query, key, value = layer.project(x, *tables[window or 0])
         keys.append(append(cached_keys, key, slots, positions))
         values.append(append(cached_values, value, slots, positions))
         own_keys, own_values = (lax.dynamic_index_in_dim(cached, slot) for cached in (keys[-1], values[-1]))

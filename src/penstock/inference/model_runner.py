@@ -46,7 +46,7 @@ from penstock.inference.decoding import (
     resize,
     score,
 )
-from penstock.inference.dispatch import HostRows, HostSamples, SlotRows, to_device, to_host, truncates
+from penstock.inference.dispatch import HostRows, HostSamples, SlotRows, to_host, truncates
 from penstock.inference.sequence import MOST_ALTERNATIVES
 from penstock.model.arrays import are_shapes
 from penstock.model.language import Decoder, ModelConfig
@@ -285,7 +285,7 @@ class ModelRunner:
         """Runs padded prompts and copies row ``source[s]`` into slot s (−1: none)."""
         self._need(_PREFILL.format(*tokens.shape), _INSERT.format(*tokens.shape, self.window))
         length, run = tokens.shape[1], self._programs.prefill
-        prefilled = run(self._weights, jax.device_put(tokens), kernel=self._prefill_kernel(length))
+        prefilled = run(self._weights, tokens, kernel=self._prefill_kernel(length))
         self.insert(prefilled, {slot: (row, length) for slot, row in enumerate(source.tolist()) if row >= 0})
 
     def insert(self, entries: KVCache, rows: Mapping[int, tuple[int, int]]) -> None:
@@ -303,9 +303,8 @@ class ModelRunner:
         for size in self._config.pieces(len(tokens)):
             piece, tokens = tokens[:size], tokens[size:]
             self._need(_EXTEND.format(size, self.window))
-            padded = jax.device_put(np.pad(piece, (0, size - len(piece))))
-            place = jax.device_put(np.int32(slot)), jax.device_put(np.int32(start))
-            self._cache = self._programs.extend(self._weights, self._cache, padded, *place)
+            padded = np.pad(piece, (0, size - len(piece)))
+            self._cache = self._programs.extend(self._weights, self._cache, padded, np.int32(slot), np.int32(start))
             start += size
 
     @property
@@ -379,7 +378,7 @@ class ModelRunner:
             self.need_rare(form.format(name))
         slots = len(rows["budget"])
         chosen = np.sort(np.argsort(rows["budget"] == 0, kind="stable")[:count])  # what is live, then the first idle
-        given = to_device(rows if count == slots else {field: array[chosen] for field, array in rows.items()})
+        given = SlotRows.of(rows if count == slots else {field: array[chosen] for field, array in rows.items()})
         self._cache, emitted = self._programs.decode(self._weights, self._cache, given, **self._how(kernel, form))
         return to_host(emitted, chosen, slots)
 
@@ -397,7 +396,7 @@ class ModelRunner:
         """
         self.need_rare(_SCORE.format(cache.window))
         padded = np.pad(tokens, (0, self.scored_at_once + 1 - len(tokens)))
-        given = map(jax.device_put, (padded, np.int32(start), np.float32(temperature)))
+        given = padded, np.int32(start), np.float32(temperature)
         cache, found = self._programs.score(weights, cache, *given, alternatives=self._told)
         return cache, tuple(map(np.asarray, found))
 
@@ -537,7 +536,7 @@ class ModelRunner:
         """Every program in every shape, by what it is for."""
         run: Any = self._programs  # what is jitted can be lowered
         weights, config = jax.eval_shape(lambda: self._weights), self._config  # shapes: what waits keeps none alive
-        rows, found = to_device(idle_rows), dict[str, Any]()
+        rows, found = SlotRows.of(idle_rows), dict[str, Any]()
         caches = {window: self._cache_shape(config.max_slots, window) for window in self._windows}
         for window, cache in caches.items():
             for name, count, kernel in self._decode_shapes(window):

@@ -119,7 +119,7 @@ def test_the_gradient_keeps_no_second_base(tiny_decoder):
         tokens, segments = jnp.zeros((1, 4), jnp.int32), Segments.of(np.ones((1, 4)))
 
         def loss(adapter):
-            return jnp.square(replace(decoder, adapter=adapter).hidden_states(tokens, tokens, segments, True)).sum()
+            return jnp.square(replace(decoder, adapter=adapter).hidden_states(tokens, tokens, segments, "layer")).sum()
 
         program = jax.jit(jax.grad(loss)).lower(decoder.adapter).compile()
         return program.memory_analysis().temp_size_in_bytes

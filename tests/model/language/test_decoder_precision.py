@@ -11,7 +11,7 @@ import pytest
 
 from penstock.batch import RowShape
 from penstock.inference.decoding import ServedWeights, create_cache, decode_step, prefill, tables_of
-from penstock.inference.dispatch import to_device
+from penstock.inference.dispatch import SlotRows
 from penstock.inference.scheduler import SlotTable
 from penstock.learner import LearnerConfig
 from penstock.learner.losses import LossInputs, TokenLoss, policy_token_loss
@@ -52,14 +52,18 @@ def scores(decoder: Any) -> Any:
     return head_outputs(decoder, micro_batch(), OPTIONS)
 
 
+def slot_rows() -> SlotRows:
+    return jax.tree.map(jnp.asarray, SlotRows.of(SlotTable(3, 1).rows))
+
+
 def decoding(decoder: Any) -> Any:
-    cache, rows = create_cache(decoder.config, 3, 16), to_device(SlotTable(3, 1).rows)
+    cache, rows = create_cache(decoder.config, 3, 16), slot_rows()
     tables = tables_of(decoder.config, rows.positions)
     return decode_step(ServedWeights.of(decoder), cache, rows, rows.budget == 0, tables)
 
 
 def decoding_by_pages(decoder: Any) -> Any:
-    cache, rows = create_cache(decoder.config, 3, 16), to_device(SlotTable(3, 1).rows)
+    cache, rows = create_cache(decoder.config, 3, 16), slot_rows()
     pages = Pages.of(rows.positions + 1, 16, 3)
     tables = tables_of(decoder.config, rows.positions)
     return decode_step(ServedWeights.of(decoder), cache, rows, rows.budget == 0, tables, pages)
