@@ -2,6 +2,7 @@
 
     python -m benchmarks.generation [--repeats 9] [--completions 64] [--tokens 64]
     python -m benchmarks.generation --ratios [--repeats 9]
+    python -m benchmarks.generation --products [--model DIRECTORY] [--repeats 9]
     python -m benchmarks.generation --transformers-python PATH --vllm-python PATH [--cases 6M-8 …] [--results FILE]
 
 Each round submits every request at once and waits for the futures: admission, prefill, decoding, text, everything.
@@ -13,6 +14,9 @@ shapes, and what reading weights and cache once per step would take at the measu
 multiples of a decode step of all 32 slots after 40 tokens each. Ratios hold where other processes share the machine.
 Below that, a conversation of ten turns by an engine that goes on with what its slots hold, and by one that forgets.
 
+`--products`: a decode step of a checkpoint beside nothing but its products of matrices, by XLA, one after the other as
+they depend on each other, for 1 to 64 rows; medians of interleaved rounds. No form of the rest makes a step shorter.
+
 With an interpreter of another engine: tokens per second beside its own, see `benchmarks.generation_table`; exits with 1
 where a mark is missed.
 """
@@ -23,20 +27,23 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from benchmarks.generation_table import add_options, compare
 from penstock.inference import EngineConfig, GenerationRequest, InferenceEngine
-from penstock.inference.decoding import KVCache
+from penstock.inference.decoding import KVCache, ServedWeights
 from penstock.inference.dispatch import HostSamples
 from penstock.inference.model_runner import ModelRunner
 from penstock.inference.scheduler import SlotTable
-from penstock.model.language import Decoder, ModelConfig
+from penstock.model.language import Decoder, ModelConfig, load_decoder
 from penstock.model.language.lora import LoraConfig
+from penstock.model.language.precision import linear
 from penstock.types import Decoding, WeightVersion
 
 MODEL = ModelConfig(
@@ -244,6 +251,41 @@ def print_ratios(repeats: int) -> None:
         print(f"{name:46s}{least[name] * 1e3:8.2f}{ratio:8.2f}{verdict}")
 
 
+def products_of_step(weights: ServedWeights, x: Array) -> list[Array]:
+    """All products of a decode step, of its sizes and in its order; every result, so that none is left out."""
+    results: list[Array] = []
+    for layer in weights.layers:
+        query, *others = (linear(x, matrix) for matrix in (layer.query, layer.key, layer.value))
+        x = x + linear(query, layer.output)
+        x = x + linear(linear(x, layer.gate) + linear(x, layer.up), layer.down)
+        results += others
+    return [*results, weights.ends.logits(x)]
+
+
+def print_products(folder: Path, repeats: int) -> None:
+    decoder, slots = load_decoder(folder, dtype="float32"), (1, 8, 32, 64)
+    weights, alone = ServedWeights.of(decoder), jax.jit(products_of_step)
+    count, read = decoder.config.parameter_count, decoder.config.parameter_count * 4
+    seconds: dict[int, list[tuple[float, float]]] = {rows: [] for rows in slots}
+    for rows in slots:
+        runner = ModelRunner(decoder, EngineConfig(max_slots=rows, max_seq_len=128, prefill_lengths=(PROMPT_TOKENS,)))
+        given, x = rows_of(SlotTable(rows, 1), [SHORT] * rows), jnp.ones((rows, decoder.config.hidden_size))
+        for number in range(repeats + 1):
+            began = time.perf_counter()
+            steps = int(runner.decode(given).count.max())
+            whole = (time.perf_counter() - began) / steps
+            began = time.perf_counter()
+            jax.block_until_ready(alone(weights, x))
+            if number:  # the first compiles
+                seconds[rows].append((whole, time.perf_counter() - began))
+    print(f"{count:,} parameters, float32, {SHORT} tokens before; a step reads {read / 1e6:,.0f} MB of weights")
+    print(f"{'rows':>6s}{'step, ms':>10s}{'products, ms':>14s}{'of the step':>13s}{'Gflop/s':>9s}{'GB/s':>7s}")
+    for rows, rounds in seconds.items():
+        whole, products = (statistics.median(each) for each in zip(*rounds, strict=True))
+        rates = f"{2e-9 * rows * count / products:9.0f}{read / products / 1e9:7.1f}"
+        print(f"{rows:6d}{whole * 1e3:10.1f}{products * 1e3:14.1f}{products / whole:13.0%}{rates}")
+
+
 TURNS, OPENING, ANSWER, REPLY = 10, 200, 16, 40
 
 
@@ -294,10 +336,14 @@ def main() -> int:
     parser.add_argument("--completions", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--ratios", action="store_true", help="what single programs cost, in decode steps")
+    parser.add_argument("--products", action="store_true", help="what products alone take of a step of --model")
     add_options(parser)
     options = parser.parse_args()
     if options.transformers_python or options.vllm_python:
         return compare(options)
+    if options.products:
+        print_products(options.model, options.repeats)
+        return 0
     if options.ratios:
         print_ratios(options.repeats)
         print_turns(options.repeats)

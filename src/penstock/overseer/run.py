@@ -230,8 +230,9 @@ class Run:
 
     def refresh(self) -> None:
         """Brings the view up to date."""
-        progress, replay = self.log.progress, self.seen.facts("replay-0")
-        progress.units_per_s = self._updates.pace(self.seen)
+        progress, seen = self.log.progress, self.seen
+        replay = seen.facts("replay-0")
+        progress.units_per_s = self._updates.pace(seen)
         progress.ledger = dict(replay.get("ledger", progress.ledger))
         progress.lessons = dict(replay.get("lessons", progress.lessons))
 
