@@ -10,6 +10,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.waiting import wait_until
 
 from penstock.inference import EngineConfig, GenerationRequest, InferenceEngine
 from penstock.inference.config import InferenceConfig
@@ -69,7 +70,7 @@ def test_an_engine_that_serves_at_once_compiles_what_is_asked_for_and_tells_each
     decoder, codec, config, make_decoder, start_engine, counter
 ):
     shapes = config.model_copy(
-        update={"max_slots": 3, "max_seq_len": 63, "prefill_lengths": (9,)}
+        update={"max_slots": 3, "max_seq_len": 63, "prefill_lengths": (9,), "forgets": True}
     )  # compiled by no other test
     engine, new = InferenceEngine(decoder, WeightVersion(0, 0), codec, shapes), make_decoder(7)
     start_engine().digests(WAIT_S)  # their two programs are those of any engine with such arrays
@@ -188,6 +189,25 @@ def test_a_runs_first_weights_decode_all_rows(decoder, run):
     assert runner._decode_shape(one)[1] == 1
     runner.first = True
     assert runner._decode_shape(one)[1] == (6 if run else 1)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_rows_that_a_better_program_is_for_do_not_wait_for_it(decoder, forgets):
+    """But where what is computed must not hang on when it was compiled: there it is waited for."""
+    shapes = EngineConfig(max_slots=6, max_seq_len=40, decode_rows=(1, 2), forgets=forgets)
+    runner, told, one = ModelRunner(decoder, shapes), list[str](), rows_of({5: 20})
+    lazy = runner.begin(rows_of({}), lambda done: told.append(done.name))
+    dense, best = "decode, window 40", "decode, 1 rows by pages, window 40"
+    lazy.need(dense)
+    assert runner._decode_shape(one)[0] == best
+    first = runner.decode(one)
+    assert (best in told) == forgets
+    if not forgets:
+        lazy.note_replaced(best, dense, lazy.compiled_s(dense))
+        wait_until(lambda: best in told, WAIT_S)
+    again = runner.decode(one)
+    assert first.count.tolist() == again.count.tolist() and first.tokens[:, 5].tolist() == again.tokens[:, 5].tolist()
+    np.testing.assert_allclose(first.logprobs[:, 5], again.logprobs[:, 5], atol=1e-5)
 
 
 def test_a_run_compiles_what_truncates_when_a_request_asks(decoder, codec, config):

@@ -10,7 +10,8 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from penstock.model.language.config import LoadingConfig
+from penstock.model.language.config import LoadingConfig, ModelConfig
+from penstock.types import ConfigError
 from penstock.types.idle_keys import refuse_idle
 
 SMALLEST_WINDOW = 128
@@ -346,3 +347,19 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def check_divides(model: ModelConfig, devices: int, section: str) -> None:
+    """Raises ConfigError if a model cannot be split over that many devices; `section` is where a config says so."""
+    counts = {
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "intermediate_size": model.intermediate_size,
+    }
+    uneven = [f"{name} ({count})" for name, count in counts.items() if count % devices]
+    if uneven:
+        fits = [n for n in range(1, model.num_key_value_heads + 1) if not any(c % n for c in counts.values())]
+        raise ConfigError(
+            f"{section}.model_parallel: the model cannot be split over {devices} devices, of which "
+            f"{', '.join(uneven)} is no multiple: use one of {', '.join(map(str, fits))}"
+        )

@@ -31,7 +31,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
 
-from penstock.inference.config import EngineConfig
+from penstock.inference.config import EngineConfig, check_divides
 from penstock.inference.decoding import (
     DecodeKernel,
     KVCache,
@@ -151,7 +151,7 @@ class ModelSplit:
                 f"{section}.model_parallel is {devices}, but this process has {len(local)} device(s) "
                 f"({local[0].platform}): lower it, or give the process more devices"
             )
-        _check_divides(model, devices, section)
+        check_divides(model, devices, section)
         mesh = Mesh(np.array(local[:devices]), (MODEL_AXIS,), axis_types=(AxisType.Auto,))
         return cls(mesh, model.vocab_size % devices == 0)
 
@@ -186,21 +186,6 @@ class ModelSplit:
         if name in _VOCABULARY and self.vocabulary:
             return PartitionSpec(MODEL_AXIS)
         return PartitionSpec()
-
-
-def _check_divides(model: ModelConfig, devices: int, section: str) -> None:
-    counts = {
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_key_value_heads,
-        "intermediate_size": model.intermediate_size,
-    }
-    uneven = [f"{name} ({count})" for name, count in counts.items() if count % devices]
-    if uneven:
-        fits = [n for n in range(1, model.num_key_value_heads + 1) if not any(c % n for c in counts.values())]
-        raise ConfigError(
-            f"{section}.model_parallel: the model cannot be split over {devices} devices, of which "
-            f"{', '.join(uneven)} is no multiple: use one of {', '.join(map(str, fits))}"
-        )
 
 
 _PAGES = "decode, {} rows by pages, window {}"
@@ -369,7 +354,17 @@ class ModelRunner:
         """
         rarely = not self._config.always_truncates and truncates(rows)
         form = _BESIDE if alternatives else _TRUNCATING if rarely else "{}"
-        return self._decode(rows, *self._decode_shape(rows), form)
+        shape = best = self._decode_shape(rows)
+        # Not where what is computed must not hang on when something was compiled.
+        lazy = self._lazy if form == "{}" and not self._config.forgets else None
+        if lazy is not None and lazy.compiled_s(best[0]) is None:
+            wider = {each[0]: each for each in self._decode_shapes(self.window) if each[1] >= best[1]}
+            shape = wider[lazy.at_hand(best[0], sorted(wider, key=lambda name: wider[name][1]))]
+        started = time.monotonic()
+        sampled = self._decode(rows, *shape, form)
+        if lazy is not None and shape != best:
+            lazy.note_replaced(best[0], shape[0], time.monotonic() - started)
+        return sampled
 
     def _decode(self, rows: HostRows, name: str, count: int, kernel: DecodeKernel, form: str = "{}") -> HostSamples:
         if form == "{}":

@@ -75,6 +75,7 @@ class LazyPrograms:
         self._tasks = {name: _Task(compile_it) for name, compile_it in programs.items()} | shared
         self._on_done = on_done
         self._asked: set[str] = set(shared)
+        self._replaced_s: dict[str, float] = {}
         self._done = count(1)
         for name, task in self._tasks.items():
             task.future.add_done_callback(partial(self._tell, name))
@@ -97,6 +98,26 @@ class LazyPrograms:
             self._tasks[name].run()
         for name in names:
             self._tasks[name].future.result()
+
+    def compiled_s(self, name: str) -> float | None:
+        """Seconds that it took to compile that one; None where it is not compiled, or could not be."""
+        future = self._tasks[name].future
+        return future.result() if future.done() and not future.cancelled() and future.exception() is None else None
+
+    def at_hand(self, best: str, others: Iterable[str]) -> str:
+        """The best, where it is compiled; else the first other that is, so that nothing waits; else the best."""
+        return next((name for name in (best, *others) if self.compiled_s(name) is not None), best)
+
+    def note_replaced(self, best: str, ran: str, seconds: float) -> None:
+        """Another one ran in place of the best.
+
+        Once that has taken as long as compiling does, the best is compiled beside what goes on: so no more is lost to
+        not having it than to compiling what is hardly needed.
+        """
+        before, limit = self._replaced_s.get(best, 0.0), self.compiled_s(ran) or 0.0
+        self._replaced_s[best] = before + seconds
+        if before < limit <= before + seconds:
+            self.compile([best])
 
     def compile(self, names: Iterable[str] | None = None, urgent: bool = False) -> None:
         """Has those (all by default) compiled that are not begun yet; does not wait."""
