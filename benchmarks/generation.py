@@ -270,7 +270,8 @@ def products_of_step(weights: ServedWeights, x: Array) -> list[Array]:
 def print_products(folder: Path, repeats: int) -> None:
     decoder, slots = load_decoder(folder, dtype="float32"), (1, 8, 32, 64)
     weights, alone = ServedWeights.of(decoder), jax.jit(products_of_step)
-    count, read = decoder.config.parameter_count, decoder.config.parameter_count * 4
+    looked_up = 0 if decoder.head is None else decoder.embedding.size  # row by row, in no product
+    count = decoder.config.parameter_count - looked_up
     seconds: dict[int, list[tuple[float, float]]] = {rows: [] for rows in slots}
     for rows in slots:
         runner = ModelRunner(decoder, EngineConfig(max_slots=rows, max_seq_len=128, prefill_lengths=(PROMPT_TOKENS,)))
@@ -283,11 +284,11 @@ def print_products(folder: Path, repeats: int) -> None:
             jax.block_until_ready(alone(weights, x))
             if number:  # the first compiles
                 seconds[rows].append((whole, time.perf_counter() - began))
-    print(f"{count:,} parameters, float32, {SHORT} tokens before; a step reads {read / 1e6:,.0f} MB of weights")
+    print(f"{count:,} parameters in products, float32, {SHORT} tokens before; {4e-6 * count:,.0f} MB of weights")
     print(f"{'rows':>6s}{'step, ms':>10s}{'products, ms':>14s}{'of the step':>13s}{'Gflop/s':>9s}{'GB/s':>7s}")
     for rows, rounds in seconds.items():
         whole, products = (statistics.median(each) for each in zip(*rounds, strict=True))
-        rates = f"{2e-9 * rows * count / products:9.0f}{read / products / 1e9:7.1f}"
+        rates = f"{2e-9 * rows * count / products:9.0f}{4e-9 * count / products:7.1f}"
         print(f"{rows:6d}{whole * 1e3:10.1f}{products * 1e3:14.1f}{products / whole:13.0%}{rates}")
 
 

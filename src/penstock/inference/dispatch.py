@@ -38,7 +38,7 @@ class SlotRows(NamedTuple):
     def of(cls, rows: HostRows) -> Any:
         """As a program takes them, which may read them where they are: until it has ended they stay as they are.
 
-        In host memory: putting each on the device before takes ten times as long as the call that takes them along.
+        In host memory: to put each on the device before takes longer than the call that takes them along.
         """
         given: dict[str, Any] = dict(rows)
         sampling = {name: given.pop(name) for name in SAMPLING_FIELDS}

@@ -12,7 +12,6 @@ at the next update boundary with a checkpoint; a second one ends the process.
 
 import faulthandler
 import gc
-import math
 import os
 import signal
 import socket
@@ -144,24 +143,15 @@ class Watchdog:
 
 LAST_RESORT_S = 60.0
 """How much longer than the watchdog the last resort waits."""
-ARMED_S = 1.0
-"""Shortest time between two settings of the last resort's alarm."""
 
 
 @contextmanager
 def abort_when_hung(limit_s: float, stacks_path: Path) -> Iterator[Callable[[], None]]:
-    """Gives a function to call often; when it is not called for `limit_s`, the process ends with exit code 1.
-
-    Up to `ARMED_S` sooner: to set the alarm anew ends a thread and starts one, which takes two milliseconds.
-    """
+    """Gives a function to call often; when it is not called for `limit_s`, the process ends with exit code 1."""
     with open(stacks_path, "w", opener=open_unlinked) as stacks:
-        armed = -math.inf
 
         def alive() -> None:
-            nonlocal armed
-            if time.monotonic() - armed >= ARMED_S:
-                faulthandler.dump_traceback_later(limit_s, exit=True, file=stacks)
-                armed = time.monotonic()
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=stacks)
 
         alive()
         try:
