@@ -222,8 +222,7 @@ def _timed_parts(config: RunConfig, model: ModelConfig, work: Any) -> dict[str, 
     import jax.numpy as jnp
     import numpy as np
 
-    from penstock.learner.config import keeps_softmax
-    from penstock.learner.losses import HeadInputs, tiled_logprobs
+    from penstock.learner.head import HeadInputs, tiled_loss
     from penstock.model.language.attention import Segments, attention
     from penstock.model.language.attention_choice import attends_again, attention_kernel, platform_named
     from penstock.model.language.precision import linear
@@ -262,13 +261,12 @@ def _timed_parts(config: RunConfig, model: ModelConfig, work: Any) -> dict[str, 
 
     count = np.int32(rows * work.answer_tokens)
     inputs = HeadInputs(jnp.zeros(positions, jnp.int32), jnp.ones(positions, jnp.float32), jnp.asarray(count))
-    keeps = keeps_softmax(learner.remat, platform, positions, model.vocab_size)
-    tile = learner.head_tile(platform)
+    tile, weights = learner.head_tile(platform), jnp.ones(positions, jnp.float32)
 
-    def logprobs(states: Any, matrix: Any) -> Any:
-        return tiled_logprobs(states, matrix, inputs, tile, keeps=keeps).logprobs
+    def loss(states: Any, matrix: Any) -> Any:
+        return tiled_loss(states, matrix, inputs, tile, lambda outputs, weight: weight * outputs.logprobs, weights)[0]
 
-    _, head = timed(logprobs, drawn(positions, hidden), drawn(model.vocab_size, hidden))
+    _, head = timed(loss, drawn(positions, hidden), drawn(model.vocab_size, hidden))
     layers = micro_batches * model.num_hidden_layers
     return {
         "attention": layers * (attends_again(learner.remat, kernel) * attended[0] + attended[1]),

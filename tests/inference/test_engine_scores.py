@@ -13,7 +13,7 @@ from tests.waiting import wait_until
 
 from penstock.inference import EngineConfig, GenerationRequest, InferenceEngine
 from penstock.inference.model_runner import ONE_DEVICE
-from penstock.learner.losses import HeadInputs, tiled_logprobs
+from penstock.learner.head import HeadInputs, tiled_logprobs
 from penstock.model.language import Segments, load_decoder
 from penstock.types import ConfigError, Decoding, EnvironmentFailure, Stopped, WeightVersion
 

@@ -1,9 +1,11 @@
+from typing import get_args
+
 import pytest
 from pydantic import ValidationError
 
 from penstock.batch import RowShape
 from penstock.learner import CriticConfig, LearnerConfig, LossConfig, OptimizerConfig, WarmStartConfig
-from penstock.learner.config import keeps_softmax
+from penstock.learner.config import Preset, ProximalSource
 
 
 @pytest.mark.parametrize(
@@ -151,10 +153,12 @@ def test_ppo_has_a_value_head_and_keys_of_one_are_refused_where_there_is_none():
     assert not LearnerConfig(loss=LossConfig(preset="ppo", advantage="rloo")).has_critic
 
 
-@pytest.mark.parametrize(
-    ("remat", "platform", "tokens", "kept"),
-    [("products", "cpu", 8192, True), ("products", "cpu", 8193, False), ("none", "cpu", 512, True),
-     ("layer", "cpu", 512, False), ("products", "gpu", 512, False), ("products", "tpu", 512, False)],
-)  # fmt: skip
-def test_a_softmax_is_kept_with_products_on_cpus_up_to_a_quarter_of_a_gibibyte(remat, platform, tokens, kept):
-    assert keeps_softmax(remat, platform, tokens, 8192) == kept
+@pytest.mark.parametrize("source", get_args(ProximalSource))
+@pytest.mark.parametrize("preset", get_args(Preset))
+def test_the_presets_are_losses_of_each_token_alone_but_for_sequences(preset, source):
+    loss = LossConfig(preset=preset)
+    assert loss.each_alone(source) == (preset != "gspo" or source == "current")
+    for correction in ({"scope": "sequence"}, {"scope": "sequence_mean"}, {"veto": 1e-3}):
+        beside = LossConfig(preset=preset, correction=correction)
+        assert beside.each_alone(source) == (source == "behaviour" and preset != "gspo")
+    assert not LossConfig(module="a:B").each_alone(source)

@@ -12,7 +12,8 @@ import pytest
 
 from penstock.learner import LossConfig, sequence_weights, step
 from penstock.learner.config import KlConfig, Preset
-from penstock.learner.losses import HeadOutputs, LossInputs, kl_token_loss, policy_token_loss
+from penstock.learner.head import HeadOutputs
+from penstock.learner.losses import LossInputs, kl_token_loss, policy_token_loss
 from penstock.types import RLExample
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
@@ -94,9 +95,11 @@ def test_packed_into_rows_and_micro_batches_they_are_the_same(case: dict):
         sums = jnp.zeros(())
         for batch, source in zip(jax.tree.map(jnp.asarray, plan.micro_batches), where, strict=True):
             own = logprobs.reshape(-1)[source[np.asarray(batch.positions)]]
-            real = jnp.arange(len(own)) < batch.count
-            inputs = step._inputs(options, HeadOutputs(own, jnp.zeros_like(own)), batch, real)
-            sums += jnp.where(real, batch.loss_weight * options.token_loss(inputs).loss, 0.0).sum()
+            whole = HeadOutputs(own, jnp.zeros_like(own)), (step._given(options, batch), batch.loss_weight)
+            tile = 5 if config.each_alone("stored") else len(own)
+            for start in range(0, len(own), tile):
+                part = jax.tree.map(lambda each: each[start : start + tile], whole)  # noqa: B023
+                sums += step._weighted(options, *part).sum()
         return sums
 
     value, gradient = jax.value_and_grad(total)(jnp.array(BATCH["current"]))

@@ -1,5 +1,6 @@
 """The compiled gradient against an implementation without packing, tiles, micro-batches or gathering."""
 
+from functools import partial
 from typing import get_args
 
 import jax
@@ -9,7 +10,8 @@ import pytest
 
 from penstock.batch import DeadlineBatchMaker, RowShape
 from penstock.learner import LossConfig, step
-from penstock.learner.config import Preset
+from penstock.learner.config import Preset, ProximalSource
+from penstock.learner.losses import policy_token_loss
 from penstock.learner.step import plan_update
 from penstock.model.language import Segments
 from penstock.types import Rollout, RolloutMetadata
@@ -64,6 +66,23 @@ def test_the_gradient_equals_the_plain_one_with_unequal_lengths(decoder, config,
         assert float(so_far.sums.loss) == pytest.approx(float(value), abs=1e-5)
         assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected)) > 0.05
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), so_far.gradients, expected)
+
+
+@pytest.mark.parametrize("source", get_args(ProximalSource))
+@pytest.mark.parametrize("preset", ["rloo", "gspo", "cispo"])
+def test_a_gradient_made_in_the_forward_pass_is_the_other_one(decoder, config, examples, preset, source):
+    loss = LossConfig(preset=preset, entropy_coefficient=0.1)
+    if not loss.each_alone(source):
+        return
+    stored = [e.generator_log_probs * 1.1 for e in examples]
+    plan = plan_update(examples, loss, [RowShape(config.row_length, 7)], version_step=0, proximal_logprobs=stored)
+    (batch,), made = plan.micro_batches, []
+    for alone in (True, False):
+        options = step.LossOptions(partial(policy_token_loss, loss), source, True, each_alone=alone)
+        add = jax.jit(partial(step.accumulate, options, step.ForwardOptions(config.remat, 7)))
+        made.append(add(decoder, step.zeros_maker()(decoder), batch))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), made[0].gradients, made[1].gradients)
+    np.testing.assert_allclose(made[0].sums, made[1].sums, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

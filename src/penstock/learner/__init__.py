@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     )
     from penstock.learner.control_learner import ControlLearner
     from penstock.learner.control_losses import gae, vtrace
+    from penstock.learner.head import tiled_logprobs, tiled_loss
     from penstock.learner.learner import Learner
     from penstock.learner.loss_terms import CriticConfig, KlConfig
-    from penstock.learner.losses import LossInputs, PolicyLoss, TokenLoss, sequence_weights, tiled_logprobs
+    from penstock.learner.losses import LossInputs, PolicyLoss, TokenLoss, sequence_weights
     from penstock.learner.snapshot import LearnerSnapshot
 
 _EXPORTS = {
@@ -64,7 +65,8 @@ _EXPORTS = {
     "restore_learner": "checkpoints",
     "save_checkpoint": "checkpoints",
     "sequence_weights": "losses",
-    "tiled_logprobs": "losses",
+    "tiled_logprobs": "head",
+    "tiled_loss": "head",
     "vtrace": "control_losses",
 }
 
@@ -73,7 +75,7 @@ __all__ = [
     "KlConfig", "Learner", "LearnerConfig", "LearnerSnapshot", "LossConfig", "LossInputs", "OptimizerConfig",
     "PolicyLoss", "PpoConfig", "ReferenceKlConfig", "TokenLoss", "VTraceConfig", "WarmStartConfig", "gae",
     "latest_checkpoint", "load_checkpoint", "newest_good_checkpoint", "read_states", "restore_control_learner",
-    "restore_learner", "save_checkpoint", "sequence_weights", "tiled_logprobs", "vtrace",
+    "restore_learner", "save_checkpoint", "sequence_weights", "tiled_logprobs", "tiled_loss", "vtrace",
 ]  # fmt: skip
 
 

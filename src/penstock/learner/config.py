@@ -85,6 +85,10 @@ class CorrectionConfig(FrozenConfig, frozen=True):
         return self
 
 
+ProximalSource = Literal["current", "stored", "behaviour"]
+"""Where ℓ_p comes from: the forward pass itself, the micro-batch, or the engine's ℓ_b."""
+
+
 class LossConfig(FrozenConfig, frozen=True):
     """The policy loss; see `penstock.learner.losses` for the equations.
 
@@ -151,6 +155,12 @@ class LossConfig(FrozenConfig, frozen=True):
             replaced = [key for key in LossConfig.model_fields if key not in kept]
             refuse_idle(self, replaced, f"module {self.module!r} has a loss of its own")
         return self
+
+    def each_alone(self, proximal: ProximalSource) -> bool:
+        """Whether a token's loss depends on no other's ℓ_θ: where ℓ_p is ℓ_θ itself, a sequence's ratio is 1."""
+        within = self.correction.scope == "token" and self.correction.veto is None
+        ratio = self.ratio == "token" or proximal == "current"
+        return self.module is None and ratio and (within or proximal == "behaviour")
 
     def load_module(self) -> RLLossModule | None:
         """One's own loss, imported and made; None where there is none.
@@ -350,17 +360,6 @@ def refuse_idle_course(optimizer: OptimizerConfig) -> None:
         refuse_idle(optimizer, ("final_fraction",), "schedule is 'constant'", at="optimizer.")
 
 
-KEPT_SOFTMAX_BYTES = 2**28
-
-
-def keeps_softmax(remat: Remat, platform: Platform, tokens: int, vocabulary: int) -> bool:
-    """Whether the head's softmax is kept for the backward pass: with products, on CPUs, where it is not too large.
-
-    Chips multiply faster than they would write and read it.
-    """
-    return platform == "cpu" and remat in ("none", "products") and 4 * tokens * vocabulary <= KEPT_SOFTMAX_BYTES
-
-
 class LearnerConfig(FrozenConfig, frozen=True):
     """The learner.
 
@@ -390,7 +389,7 @@ class LearnerConfig(FrozenConfig, frozen=True):
             and what ``blocks`` or a GPU's kernel of attention gave, which costs a CPU next to nothing, because memory
             that is not touched is not paged in either; ``offload``: the input in the host's memory, where the chip has
             its own; ``products``: the results of its matrix
-            products, on CPUs the head's softmax, too; ``none``: everything. (``true`` and ``false`` of before are
+            products; ``none``: everything. (``true`` and ``false`` of before are
             ``layer`` and ``products``.)
         head_tile_tokens: Tokens whose scores over the vocabulary exist at the same time; None: 256 on a CPU, 1024 on a
             GPU or TPU.

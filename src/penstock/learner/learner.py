@@ -22,7 +22,7 @@ from jaxtyping import Array, Float32
 
 from penstock.batch import RowShape, longest_sample, minibatches_of
 from penstock.learner import step as compiled
-from penstock.learner.config import LearnerConfig, LossConfig, OptimizerConfig
+from penstock.learner.config import LearnerConfig, LossConfig, OptimizerConfig, ProximalSource
 from penstock.learner.critic import Critic, ValueHead, ValueTargets
 from penstock.learner.metrics import (
     StepOutcome,
@@ -580,7 +580,7 @@ def _compiling(lowered: Mapping[str, Callable[[], Any]]) -> Programs:
     return {name: lambda lower=lower: lower().compile() for name, lower in lowered.items()}
 
 
-def _proximal_source(config: LearnerConfig) -> compiled.ProximalSource:
+def _proximal_source(config: LearnerConfig) -> ProximalSource:
     return "behaviour" if config.proximal == "behaviour" else "stored" if config.recomputes_proximal else "current"
 
 

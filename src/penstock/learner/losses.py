@@ -19,30 +19,23 @@ forward pass. It is computed once, on the host, over *all* sequences of the step
 their number and their contents cannot change the gradient. Sums over a sequence are taken inside one micro-batch, in
 which it always lies whole.
 
-The output head goes without its memory: a tile's scores over the vocabulary, [tile, vocab] float32, are made, reduced
-and forgotten; the backward pass makes them again (hand-written, `jax.custom_vjp`). Only one float32 per position,
-log Σ exp, lives from one pass to the other, and the entropy where its gradient is asked for. The number of tiles is
-read at run time: positions that nobody asks about cost nothing, and a batch with more or fewer of them needs no new
-compilation.
-
 Not covered: values (`penstock.learner.critic`); a KL in the reward (`penstock.batch.with_kl_in_reward`).
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from penstock.batch.advantages import ADVANTAGES
 from penstock.learner.config import Aggregation, CorrectionConfig, LossConfig
+from penstock.learner.head import HeadOutputs
 from penstock.learner.loss_terms import KlConfig
-from penstock.model.language.precision import product
 from penstock.types import ConfigError, RLLossModule, RolloutGroup
 
 MOST_LOG_RATIO = 20.0
@@ -71,6 +64,11 @@ class LossInputs(NamedTuple):
     sequence: Int32[Array, " n"]
     real: Bool[Array, " n"]
     reference_logprobs: Float32[Array, " n"] | None = None
+
+    def of_head(self, outputs: HeadOutputs, current: bool) -> "LossInputs":
+        """With what the head says of the tokens; `current` if ℓ_p is ℓ_θ itself, and not what is given."""
+        proximal = jax.lax.stop_gradient(outputs.logprobs) if current else self.proximal_logprobs
+        return self._replace(logprobs=outputs.logprobs, entropy=outputs.entropy, proximal_logprobs=proximal)
 
     def sequence_sum(self, values: Float32[Array, " n"]) -> Float32[Array, " n"]:
         """At every entry the sum over its sequence's entries."""
@@ -359,161 +357,3 @@ def sequence_weights(
     else:
         weights = np.broadcast_to(1.0 / (len(lengths) * np.asarray(max_tokens, np.float64)), len(lengths))
     return weights.astype(np.float32)
-
-
-class HeadInputs(NamedTuple):
-    """What is asked of each position; K is their padded number.
-
-    Attributes:
-        labels: The token whose log-probability is wanted.
-        temperature: Divides the scores; not 0.
-        count: How many of the K are real; they come first.
-    """
-
-    labels: Int32[Array, " k"]
-    temperature: Float32[Array, " k"]
-    count: Int32[Array, ""]
-
-
-class HeadOutputs(NamedTuple):
-    """Per position; 0 beyond the tiles that hold real ones, and meaningless in the rest of the last.
-
-    Attributes:
-        logprobs: log softmax(scores / temperature) at the label.
-        entropy: Of the same distribution; it has a gradient where that was asked for.
-    """
-
-    logprobs: Float32[Array, " k"]
-    entropy: Float32[Array, " k"]
-
-
-def tiled_logprobs(
-    hidden: Float[Array, "k hidden"],
-    matrix: Float[Array, "vocab hidden"],
-    inputs: HeadInputs,
-    tile: int,
-    entropy_gradient: bool = False,
-    keeps: bool = False,
-) -> HeadOutputs:
-    """Log-probabilities of labels, and entropies, differentiable in `hidden` and `matrix`.
-
-    ℓ = z_label − log Σ_v exp z_v with z = hidden · matrixᵀ / temperature; ∂ℓ/∂z_v = [v = label] − p_v with
-    p = softmax(z); ∂H/∂z_v = −p_v (log p_v + H).
-
-    Args:
-        hidden: States after the final norm, one row per position asked about.
-        matrix: The output matrix.
-        inputs: Labels, temperatures and count.
-        tile: Positions per tile; memory is tile · vocab · 4 bytes, a few times over.
-        entropy_gradient: Whether a gradient flows through the entropies; else it is 0.
-        keeps: Whether the backward pass reads every tile's softmax, which takes k · vocab · 4 bytes until then, where
-            it would compute it again, a quarter of the products.
-    """
-    k = hidden.shape[0]
-    padding = -k % min(tile, k)
-    padded = HeadInputs(
-        jnp.pad(inputs.labels, (0, padding)),
-        jnp.pad(inputs.temperature, (0, padding), constant_values=1),
-        inputs.count,
-    )
-    how = _Tiles(min(tile, k), entropy_gradient, keeps and not entropy_gradient)
-    outputs = cast(HeadOutputs, _tiled(how, jnp.pad(hidden, ((0, padding), (0, 0))), matrix, padded))
-    return HeadOutputs(outputs.logprobs[:k], outputs.entropy[:k])
-
-
-class _Tiles(NamedTuple):
-    size: int
-    entropy_gradient: bool
-    keeps: bool
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiled(how: _Tiles, hidden: Array, matrix: Array, inputs: HeadInputs) -> HeadOutputs:
-    return _forward(how._replace(keeps=False), hidden, matrix, inputs)[0]
-
-
-def _scores(hidden: Array, matrix: Array, temperature: Array) -> Array:
-    """z, float32 [tile, vocab]; divided after the product, as the engine does, so that both round alike."""
-    return product("nh,vh->nv", hidden, matrix) / temperature[:, None]
-
-
-class _Saved(NamedTuple):
-    """For the backward pass; `softmax` float32 [k, vocab] is there where it is kept."""
-
-    hidden: Array
-    matrix: Array
-    inputs: HeadInputs
-    log_totals: Array
-    entropies: Array | None
-    softmax: Array | None
-
-
-def _forward(how: _Tiles, hidden: Array, matrix: Array, inputs: HeadInputs) -> tuple[HeadOutputs, _Saved]:
-    tile, k = how.size, hidden.shape[0]
-
-    def run(index: Array, carry: tuple[Array, Array, Array, Array | None]) -> tuple[Array, Array, Array, Array | None]:
-        part = partial(_slice, index=index, tile=tile)
-        scores = _scores(part(hidden), matrix, part(inputs.temperature))
-        highest = scores.max(axis=-1)
-        exponentials = jnp.exp(scores - highest[:, None])
-        total = exponentials.sum(axis=-1)
-        log_total = highest + jnp.log(total)
-        label_score = jnp.take_along_axis(scores, part(inputs.labels)[:, None], axis=-1)[:, 0]
-        entropy = log_total - (exponentials * scores).sum(axis=-1) / total
-        start = index * tile
-        return (
-            _place(carry[0], label_score - log_total, start),
-            _place(carry[1], entropy, start),
-            _place(carry[2], log_total, start),
-            None if carry[3] is None else _place(carry[3], exponentials / total[:, None], start),
-        )
-
-    zeros = jnp.zeros(k, jnp.float32)
-    nothing = zeros, zeros, zeros, jnp.zeros((k, matrix.shape[0]), jnp.float32) if how.keeps else None
-    logprobs, entropy, log_totals, softmax = jax.lax.fori_loop(0, _tile_count(inputs.count, tile), run, nothing)
-    saved = _Saved(hidden, matrix, inputs, log_totals, entropy if how.entropy_gradient else None, softmax)
-    return HeadOutputs(logprobs, entropy), saved
-
-
-def _backward(how: _Tiles, saved: _Saved, cotangent: HeadOutputs) -> tuple[Array, Array, None]:
-    tile = how.size
-    hidden, matrix, inputs, log_totals, entropies, softmax = saved
-    tokens = jnp.arange(matrix.shape[0], dtype=jnp.int32)
-
-    def run(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        part = partial(_slice, index=index, tile=tile)
-        states, temperature = part(hidden), part(inputs.temperature)
-        if softmax is None:
-            logprobs = _scores(states, matrix, temperature) - part(log_totals)[:, None]
-            probabilities = jnp.exp(logprobs)
-        else:
-            logprobs, probabilities = None, part(softmax)
-        is_label = part(inputs.labels)[:, None] == tokens[None]
-        outer = part(cotangent.logprobs) / temperature
-        to_scores = (is_label.astype(jnp.float32) - probabilities) * outer[:, None]
-        if entropies is not None and logprobs is not None:
-            spread = part(cotangent.entropy) / temperature
-            to_scores -= probabilities * (logprobs + part(entropies)[:, None]) * spread[:, None]
-        gradient = to_scores.astype(hidden.dtype)
-        to_hidden = product("nv,vh->nh", gradient, matrix)
-        to_matrix = product("nv,nh->vh", gradient, states)
-        return _place(carry[0], to_hidden.astype(hidden.dtype), index * tile), carry[1] + to_matrix
-
-    start = (jnp.zeros_like(hidden), jnp.zeros(matrix.shape, jnp.float32))
-    to_hidden, to_matrix = jax.lax.fori_loop(0, _tile_count(inputs.count, tile), run, start)
-    return to_hidden, to_matrix.astype(matrix.dtype), None
-
-
-def _tile_count(count: Array, tile: int) -> Array:
-    return (count + tile - 1) // tile
-
-
-def _slice(array: Array, index: Array, tile: int) -> Array:
-    return jax.lax.dynamic_slice_in_dim(array, index * tile, tile)
-
-
-def _place(whole: Array, part: Array, start: Array) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis=0)
-
-
-_tiled.defvjp(_forward, _backward)

@@ -21,12 +21,11 @@ from jaxtyping import Array, Bool, Float32, Int32, Int64, PyTree
 
 from penstock.batch import PackedBatch, Placement, RowShape, pack, place, shapes_for, stack, trainable_tokens, unpack
 from penstock.batch.examples import sample_spans_of, samples_of
-from penstock.learner.config import LossConfig, keeps_softmax
+from penstock.learner.config import LossConfig, ProximalSource
 from penstock.learner.critic import ValueHead, ValueTargets, value_token_loss
+from penstock.learner.head import HeadInputs, HeadOutputs, tiled_logprobs, tiled_loss
 from penstock.learner.loss_terms import CriticConfig, KlConfig
 from penstock.learner.losses import (
-    HeadInputs,
-    HeadOutputs,
     LossInputs,
     TokenLoss,
     kl_estimate,
@@ -35,7 +34,6 @@ from penstock.learner.losses import (
     policy_token_loss,
     sequence_weights,
     supervised_token_loss,
-    tiled_logprobs,
 )
 from penstock.learner.optimizer import OptimizerState, join_frozen, split_frozen
 from penstock.model.language import Decoder, Segments
@@ -357,9 +355,6 @@ def _gather(packed: PackedBatch, wanted: Bool[np.ndarray, "rows pos"], beside: _
 TokenLossFunction = Callable[[LossInputs], TokenLoss]
 """Of n tokens, to the loss of each."""
 
-ProximalSource = Literal["current", "stored", "behaviour"]
-"""Where ℓ_p comes from: the forward pass itself, the micro-batch, or the engine's ℓ_b."""
-
 
 class ForwardOptions(NamedTuple):
     """How the forward pass trades memory for time, see `LearnerConfig`, and what it is compiled for."""
@@ -383,6 +378,7 @@ class LossOptions(NamedTuple):
         entropy_gradient: Whether the loss has a gradient through the entropies.
         reads_reference: Whether it is given the micro-batch's ℓ_ref.
         critic: Of the value head, where there is one.
+        each_alone: Whether a token's loss depends on no other token's log-probability.
     """
 
     token_loss: TokenLossFunction
@@ -390,6 +386,7 @@ class LossOptions(NamedTuple):
     entropy_gradient: bool = False
     reads_reference: bool = False
     critic: CriticConfig = _NO_CRITIC
+    each_alone: bool = False
 
 
 class LossSums(NamedTuple):
@@ -441,13 +438,15 @@ def policy_accumulator(
     if kl.in_loss:
         token_loss = partial(kl_token_loss, kl, token_loss)
     entropy_gradient = own is not None or loss.entropy_coefficient > 0
-    return _accumulator(LossOptions(token_loss, proximal, entropy_gradient, reads_reference, critic), options, frozen)
+    each_alone = loss.each_alone(proximal)
+    made = LossOptions(token_loss, proximal, entropy_gradient, reads_reference, critic, each_alone)
+    return _accumulator(made, options, frozen)
 
 
 @cache
 def supervised_accumulator(options: ForwardOptions, frozen: tuple[str, ...] = ()) -> Any:
     """The same for cross-entropy."""
-    return _accumulator(LossOptions(supervised_token_loss), options, frozen)
+    return _accumulator(LossOptions(supervised_token_loss, each_alone=True), options, frozen)
 
 
 def _accumulator(loss: LossOptions, options: ForwardOptions, frozen: tuple[str, ...]) -> Any:
@@ -481,11 +480,10 @@ def zeros_maker(frozen: tuple[str, ...] = ()) -> Any:
     return jax.jit(partial(zeros, frozen=frozen))
 
 
-def head_outputs(
-    decoder: Decoder, batch: MicroBatch, options: ForwardOptions, entropy_gradient: bool = False
-) -> HeadOutputs:
+def head_outputs(decoder: Decoder, batch: MicroBatch, options: ForwardOptions) -> HeadOutputs:
     """Log-probability and entropy at every entry of a micro-batch: body on rows, head on entries."""
-    return _of_states(decoder, entry_states(decoder, batch, options), batch, options, entropy_gradient)
+    states = entry_states(decoder, batch, options)
+    return tiled_logprobs(states, decoder.output_matrix, _asked(batch), options.head_tile_tokens)
 
 
 def entry_states(decoder: Decoder, batch: MicroBatch, options: ForwardOptions) -> Array:
@@ -496,12 +494,8 @@ def entry_states(decoder: Decoder, batch: MicroBatch, options: ForwardOptions) -
     return hidden.reshape(-1, hidden.shape[-1])[jnp.maximum(batch.positions - 1, 0)]
 
 
-def _of_states(
-    decoder: Decoder, states: Array, batch: MicroBatch, options: ForwardOptions, entropy_gradient: bool
-) -> HeadOutputs:
-    inputs = HeadInputs(batch.labels, batch.temperature, batch.count)
-    keeps = keeps_softmax(options.remat, options.platform, batch.labels.size, decoder.config.vocab_size)
-    return tiled_logprobs(states, decoder.output_matrix, inputs, options.head_tile_tokens, entropy_gradient, keeps)
+def _asked(batch: MicroBatch) -> HeadInputs:
+    return HeadInputs(batch.labels, batch.temperature, batch.count)
 
 
 def zeros(decoder: Decoder, frozen: Sequence[str] = (), critic: ValueHead | None = None) -> GradientSums:
@@ -535,38 +529,46 @@ def accumulate(
 def _loss(
     loss: LossOptions, options: ForwardOptions, decoder: Decoder, head: ValueHead | None, batch: MicroBatch
 ) -> tuple[Array, LossSums]:
-    states = entry_states(decoder, batch, options)
-    outputs = _of_states(decoder, states, batch, options, loss.entropy_gradient)
-    real = jnp.arange(batch.labels.shape[0]) < batch.count
-    terms = loss.token_loss(_inputs(loss, outputs, batch, real))
-    total = _total(batch.loss_weight * terms.loss, real)
+    states, given = entry_states(decoder, batch, options), _given(loss, batch)
+    matrix, asked, tile = decoder.output_matrix, _asked(batch), options.head_tile_tokens
+    whole, entropy = (given, batch.loss_weight), loss.entropy_gradient
+    if loss.each_alone:
+        total, outputs = tiled_loss(states, matrix, asked, tile, partial(_weighted, loss), whole, entropy)
+    else:
+        outputs = tiled_logprobs(states, matrix, asked, tile, entropy)
+        total = _weighted(loss, outputs, whole).sum()
     value_loss = value_clipped = jnp.zeros((), jnp.float32)
     if head is not None:
         of_values, clipped = value_token_loss(head(states), batch.values, batch.returns, loss.critic.clip)
-        value_loss, value_clipped = _total(batch.loss_weight * of_values, real), _count(real & clipped)
+        value_loss, value_clipped = _total(batch.loss_weight * of_values, given.real), _count(given.real & clipped)
         total = total + loss.critic.coefficient * value_loss
-    sums = _sums(total, terms, outputs, batch, real)._replace(value_loss=value_loss, value_clipped=value_clipped)
-    return total, jax.lax.stop_gradient(sums)
+    sums = _sums(total, _terms(loss, outputs, given), outputs, batch, given.real)
+    return total, jax.lax.stop_gradient(sums._replace(value_loss=value_loss, value_clipped=value_clipped))
 
 
-def _inputs(loss: LossOptions, outputs: HeadOutputs, batch: MicroBatch, real: Array) -> LossInputs:
-    proximal = {
-        "current": jax.lax.stop_gradient(outputs.logprobs),
-        "stored": batch.proximal_logprobs,
-        "behaviour": batch.behaviour_logprobs,
-    }
-    row_length = batch.tokens.shape[1]
-    segment = batch.segments.ids.reshape(-1)[batch.positions]
+def _given(loss: LossOptions, batch: MicroBatch) -> LossInputs:
+    """What the loss is made of but for what the head says, which is 0 here."""
+    row_length, real = batch.tokens.shape[1], jnp.arange(batch.labels.shape[0]) < batch.count
+    segment, unknown = batch.segments.ids.reshape(-1)[batch.positions], jnp.zeros_like(batch.advantage)
     return LossInputs(
-        outputs.logprobs,
+        unknown,
         batch.behaviour_logprobs,
-        proximal[loss.proximal],
+        batch.behaviour_logprobs if loss.proximal == "behaviour" else batch.proximal_logprobs,
         batch.advantage,
-        outputs.entropy,
+        unknown,
         sequence=jnp.where(real, batch.positions // row_length * row_length + segment - 1, 0),
         real=real,
         reference_logprobs=batch.reference_logprobs if loss.reads_reference else None,
     )
+
+
+def _terms(loss: LossOptions, outputs: HeadOutputs, given: LossInputs) -> TokenLoss:
+    return loss.token_loss(given.of_head(outputs, loss.proximal == "current"))
+
+
+def _weighted(loss: LossOptions, outputs: HeadOutputs, entries: tuple[LossInputs, Array]) -> Array:
+    given, weight = entries
+    return jnp.where(given.real, weight * _terms(loss, outputs, given).loss, 0.0)
 
 
 def _sums(loss: Array, terms: TokenLoss, outputs: HeadOutputs, batch: MicroBatch, real: Array) -> LossSums:

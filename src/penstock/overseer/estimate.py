@@ -28,7 +28,7 @@ bfloat16 in float32):
   is kept (`attends_again`), and N (4 h + 3 q + 4 v + 4 i) c inside one where `remat` keeps a layer's input; where it
   keeps products, L N (2 h + 2 q + 2 v + 2 i) b, and N (h + 2 i) c, or twice the former inside where c is not b; where
   it keeps all, 4 L N (11 h + 3 q + 2 v + 6 i), and N (h + 2 i) c;
-- *vocabulary*: the output head takes 8 V h + 12 V · tile and what is kept, before the layers' backward pass; what that
+- *vocabulary*: the output head takes 8 V h + 12 V · tile, before the layers' backward pass; what that
   exceeds gradient, attention and activations by, and 6 · 4 V s of a decode step;
 - *float32 copies*, on CPUs of a bfloat16 model: 4 P + 8 V h in the learner, none beside an adapter; of head and cache
   in the engine;
@@ -52,7 +52,7 @@ from pathlib import Path
 
 from penstock.batch.packing import RowShape
 from penstock.inference.config import EngineConfig
-from penstock.learner.config import STACKED, LearnerConfig, OptimizerConfig, keeps_softmax
+from penstock.learner.config import STACKED, LearnerConfig, OptimizerConfig
 from penstock.model.language.attention_choice import AttentionKernel, Remat, attends_again, attention_kernel
 from penstock.model.language.config import ADAPTER, ModelConfig, PolicyConfig, read_shape
 from penstock.types import CheckpointError, ConfigError
@@ -260,9 +260,7 @@ def _temporaries_of(shape: RowShape, model: ModelConfig, learner: LearnerConfig,
         "copies": copies + head if copies else 0,
     }
     tile = 12 * model.vocab_size * min(learner.head_tile(platform), rows * length)
-    kept = keeps_softmax(learner.remat, platform, rows * length, model.vocab_size)
-    softmax = 4 * model.vocab_size * rows * length if kept else 0
-    scoring = copies + head + tile + softmax + _kept_bytes(model, rows * length, kernel, learner.remat)
+    scoring = copies + head + tile + _kept_bytes(model, rows * length, kernel, learner.remat)
     return layers | {"vocabulary": max(0, scoring - sum(layers.values()))}
 
 

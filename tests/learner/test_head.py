@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.learner.losses import HeadInputs, tiled_logprobs
+from penstock.learner.head import HeadInputs, HeadOutputs, tiled_logprobs, tiled_loss
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
@@ -31,13 +31,12 @@ def inputs(labels, temperature, count=K):
     return HeadInputs(labels, temperature, jnp.int32(count))
 
 
-@pytest.mark.parametrize(("tile", "keeps"), [(1, False), (7, False), (K, False), (64, False), (7, True), (64, True)])
-def test_values_and_gradients_equal_the_plain_log_softmax(problem, tile, keeps):
+@pytest.mark.parametrize("tile", [1, 7, K, 64])
+def test_values_and_gradients_equal_the_plain_log_softmax(problem, tile):
     hidden, matrix, labels, temperature, weight = problem
 
     def tiled_sum(hidden, matrix):
-        asked = inputs(labels, temperature)
-        return (tiled_logprobs(hidden, matrix, asked, tile, keeps=keeps).logprobs * weight).sum()
+        return (tiled_logprobs(hidden, matrix, inputs(labels, temperature), tile).logprobs * weight).sum()
 
     def plain_sum(hidden, matrix):
         return (plain(hidden, matrix, labels, temperature)[0] * weight).sum()
@@ -52,13 +51,13 @@ def test_values_and_gradients_equal_the_plain_log_softmax(problem, tile, keeps):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize(("count", "keeps"), [(0, False), (7, False), (8, False), (8, True)])
-def test_only_the_tiles_that_hold_real_positions_are_computed(problem, count, keeps):
+@pytest.mark.parametrize("count", [0, 7, 8])
+def test_only_the_tiles_that_hold_real_positions_are_computed(problem, count):
     hidden, matrix, labels, temperature, weight = problem
     real = jnp.arange(K) < count
 
     def tiled_sum(hidden, matrix):
-        outputs = tiled_logprobs(hidden, matrix, inputs(labels, temperature, count), 7, keeps=keeps)
+        outputs = tiled_logprobs(hidden, matrix, inputs(labels, temperature, count), 7)
         return jnp.where(real, outputs.logprobs * weight, 0).sum()
 
     def plain_sum(hidden, matrix):
@@ -139,21 +138,81 @@ def test_no_array_of_tokens_by_vocabulary_exists_in_either_pass():
     hidden, matrix = jnp.ones((k, HIDDEN)), jnp.ones((vocab, HIDDEN))
     asked = HeadInputs(jnp.zeros(k, jnp.int32), jnp.ones(k), jnp.int32(k))
     for entropy in (False, True):
-        total = lambda h, m, e=entropy: sum(map(jnp.sum, tiled_logprobs(h, m, asked, tile, e)))  # noqa: E731
-        largest = _largest(jax.make_jaxpr(jax.grad(total, (0, 1)))(hidden, matrix).jaxpr)
-        assert largest == tile * vocab, f"expected the tile's {tile * vocab} scores to be the largest, got {largest}"
+        total = lambda h, m, e=entropy: sum(map(jnp.sum, tiled_logprobs(h, m, asked, tile, e)))  # noqa: B023, E731
+        alone = lambda h, m, e=entropy: tiled_loss(h, m, asked, tile, of_outputs, jnp.ones(k), e)[0]  # noqa: B023, E731
+        for loss in (total, alone):
+            largest = _largest(jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, matrix).jaxpr)
+            assert largest == tile * vocab, (
+                f"expected the tile's {tile * vocab} scores to be the largest, got {largest}"
+            )
 
 
-def test_what_is_kept_for_a_backward_pass_is_made_for_that_alone_and_saves_a_product():
-    k, vocab, tile = 64, 128, 8
-    hidden, matrix = jnp.ones((k, HIDDEN)), jnp.ones((vocab, HIDDEN))
-    asked = HeadInputs(jnp.zeros(k, jnp.int32), jnp.ones(k), jnp.int32(k))
+# --- a loss of each position by itself ---
 
-    def total(h, m, keeps=True):
-        return tiled_logprobs(h, m, asked, tile, keeps=keeps).logprobs.sum()
 
-    assert _largest(jax.make_jaxpr(total)(hidden, matrix).jaxpr) < k * vocab
-    kept = jax.make_jaxpr(jax.grad(total, (0, 1)))(hidden, matrix)
-    assert _largest(kept.jaxpr) == k * vocab
-    computed = jax.make_jaxpr(jax.grad(lambda h, m: total(h, m, False), (0, 1)))(hidden, matrix)
-    assert str(computed).count("dot_general") == str(kept).count("dot_general") + 1
+def of_outputs(outputs, weight):
+    """Bends in both, so that the slopes are not those of any other position."""
+    return weight * (outputs.logprobs**2 - jnp.exp(outputs.entropy * 0.3) * outputs.logprobs)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("tile", "count"), [(1, K), (7, K), (64, K), (7, 0), (7, 9)])
+def test_a_loss_made_tile_by_tile_is_that_of_the_plain_log_softmax_and_so_is_its_gradient(
+    problem, tile, count, entropy
+):
+    hidden, matrix, labels, temperature, weight = problem
+    weight, asked = jnp.where(jnp.arange(K) < count, weight, 0.0), inputs(labels, temperature, count)
+
+    def tiled(hidden, matrix):
+        total, outputs = tiled_loss(hidden, matrix, asked, tile, of_outputs, weight, entropy)
+        return 3.0 * total + outputs.logprobs.sum(), outputs  # nothing flows through the outputs
+
+    def whole(hidden, matrix):
+        logprobs, of_distribution = plain(hidden, matrix, labels, temperature)
+        fixed = of_distribution if entropy else jax.lax.stop_gradient(of_distribution)
+        outputs = HeadOutputs(logprobs, fixed)
+        return 3.0 * of_outputs(outputs, weight).sum(), outputs
+
+    ours, (value, outputs) = grads_and_values(tiled, hidden, matrix)
+    theirs, (expected, plainly) = grads_and_values(whole, hidden, matrix)
+    np.testing.assert_allclose(value - outputs.logprobs.sum(), expected, rtol=1e-5, atol=1e-5)
+    for name in HeadOutputs._fields:
+        np.testing.assert_allclose(getattr(outputs, name)[:count], getattr(plainly, name)[:count], atol=1e-5)
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5)
+
+
+def grads_and_values(function, *arguments):
+    value, gradients = jax.value_and_grad(function, (0, 1), has_aux=True)(*arguments)
+    return gradients, value
+
+
+def test_its_value_without_a_gradient_is_the_same_and_it_costs_three_products_in_place_of_four(problem):
+    hidden, matrix, labels, temperature, weight = problem
+    asked = inputs(labels, temperature)
+
+    def alone(hidden, matrix):
+        return tiled_loss(hidden, matrix, asked, 7, of_outputs, weight)[0]
+
+    def after(hidden, matrix):
+        return of_outputs(tiled_logprobs(hidden, matrix, asked, 7), weight).sum()
+
+    np.testing.assert_allclose(alone(hidden, matrix), jax.value_and_grad(alone)(hidden, matrix)[0], rtol=1e-6)
+    products = {
+        f: str(jax.make_jaxpr(jax.grad(f, (0, 1)))(hidden, matrix)).count("dot_general") for f in (alone, after)
+    }
+    assert [products[alone], products[after]] == [3, 4]
+
+
+def test_its_gradients_have_the_types_of_what_they_are_of(problem):
+    hidden, matrix, labels, temperature, weight = problem
+    half = hidden.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16)
+
+    def alone(hidden, matrix):
+        return tiled_loss(hidden, matrix, inputs(labels, temperature), 7, of_outputs, weight)[0]
+
+    gradients = jax.grad(alone, (0, 1))(*half)
+    assert [each.dtype for each in gradients] == [jnp.bfloat16, jnp.bfloat16]
+    expected = jax.grad(alone, (0, 1))(*(each.astype(jnp.float32) for each in half))
+    for one, other in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(one.astype(jnp.float32), other, atol=0.02 * float(jnp.abs(other).max()))
