@@ -157,6 +157,32 @@ def test_what_arrived_under_the_version_spares_the_only_engine_a_canary():
     assert cluster.asked == [] and metrics["train/parity_checked"] == 8
 
 
+def test_of_short_answers_as_many_are_taken_as_are_evidence_and_nobody_is_asked():
+    cluster, learner = Cluster("inference-0"), Learner()
+    metrics = update(check_of(cluster), learner, *[example(0, response=3)] * 5)
+    assert metrics["train/parity_checked"] == 9 and cluster.asked == []
+    cluster.arrived = [(example(1, response=3), ("inference-0#0",))] * 2
+    assert update(check_of(cluster), learner, example(0))["train/parity_checked"] == 6 + 8
+    assert len(cluster.asked) == 1  # of which two are too few
+
+
+def test_a_canary_is_not_waited_for_where_its_version_sampled_enough_meanwhile(monkeypatch):
+    cluster, learner = Cluster("inference-0"), Learner()
+    learner.step, check = 3, check_of(cluster, wait_s=60.0)
+    answer, may_answer = cluster.answer, threading.Event()
+
+    def slow(name: str, method: str, *args: Any) -> Any:
+        assert method != "canary" or may_answer.wait(30)
+        return answer(name, method, *args)
+
+    monkeypatch.setattr(cluster, "answer", slow)
+    check.begin(learner, TrainingBatch("id", 3, (example(2),), (), {}))  # type: ignore[arg-type]
+    cluster.arrived = [(example(3), ("inference-0#0",))]
+    learner.step += 1
+    assert check.end(learner)["train/parity_checked"] == 8 and not may_answer.is_set()  # type: ignore[arg-type]
+    may_answer.set()
+
+
 def test_of_several_engines_each_that_arrivals_name_is_judged_by_them_and_the_others_are_asked():
     cluster, learner = Cluster("inference-0", "inference-1"), Learner()
     learner.step = 3

@@ -131,8 +131,11 @@ class ParityCheck:
         serving = [peer for peer in self._ctx.view.of("inference") if not peer.address.get("draining")]
         engines = {peer.identity.name: str(peer.identity) for peer in serving}
         silent = tuple(peer.identity.name for peer in serving if not peer.address.get("digests"))
-        own = [example for example in batch.examples if sampled_first_by(example, batch.step)]
-        evidence = {name: own[: self._config.sequences] for name in engines} if own and len(engines) == 1 else {}
+        own: list[RLExample] = []
+        for example in batch.examples:
+            if self._wants_more(own) and sampled_first_by(example, batch.step):
+                own.append(example)
+        evidence = {name: own for name in engines} if own and len(engines) == 1 else {}
         check = _Check(batch.step, learner.decoder, evidence, engines, silent, {}, self._config.wait_s, started)
         if check.lacking() or not engines:
             check = check._replace(evidence={**check.evidence, **self._arrived(check)})
@@ -197,8 +200,8 @@ class ParityCheck:
                     self._replay.call("mark_engine", *told, timeout_s=CALL_S)
 
     def _answered(self, learner: Learner, check: _Check, name: str, limit: float) -> np.ndarray:
-        if name not in check.canaries:
-            return np.zeros(0, np.float32)
+        if name not in check.canaries or (name not in check.lacking() and not check.canaries[name].done()):
+            return np.zeros(0, np.float32)  # nobody was asked, or what arrived meanwhile is enough
         try:
             done = check.canaries[name].result(max(0.0, limit - time.monotonic()))
         except (TimeoutError, UnreachableError):
@@ -221,9 +224,12 @@ class ParityCheck:
         for example, engines in arrived:
             name = names.get(engines[0], only) if len(engines) == 1 else only
             mine = found.setdefault(name, [])
-            if longest_sample(example) <= self._row_length and len(mine) < self._config.sequences:
+            if longest_sample(example) <= self._row_length and self._wants_more(mine):
                 mine.append(example)
         return found
+
+    def _wants_more(self, evidence: Sequence[RLExample]) -> bool:
+        return len(evidence) < self._config.sequences or _sampled(evidence) < LEAST_TOKENS
 
     def _canary(self, name: str, step: int, prompts: Sequence[np.ndarray], limit_s: float) -> list[Completion]:
         asked = (self._lineage, step), prompts, self._config.canary_tokens, limit_s

@@ -23,6 +23,7 @@ from penstock.curriculum import CurriculumEvent, CurriculumService, RemoteCurric
 from penstock.curriculum.config import PROBLEM_RETRIES
 from penstock.environments import Environment, load_environment
 from penstock.learner import read_states
+from penstock.learner.parity import LEAST_TOKENS
 from penstock.overseer.assembly import make_batch_makers, open_replay, restore_parts
 from penstock.overseer.component import CallCounter, Settings, SteadyClock, ThreadedComponent
 from penstock.overseer.config import RunConfig
@@ -198,17 +199,18 @@ def arrived_examples(
     Args:
         buffer: Where they arrived, of the run in this process.
         step: Number of the version that the learner holds.
-        most: So many of each engine.
+        most: So many of each engine, and as many more as it takes for `LEAST_TOKENS` sampled tokens.
 
     Returns:
         Each with the engines that answered it.
     """
-    taken: Counter[tuple[str, ...]] = Counter()
+    taken, tokens = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     found: list[tuple[RLExample, tuple[str, ...]]] = []
     for rollout in cast(list[AnyRollout], buffer.pool.arrived_under(step)):
         engines = () if rollout.metadata is None else rollout.metadata.engines
-        if rollout.sampled_tokens and taken[engines] < most:
+        if rollout.sampled_tokens and (taken[engines] < most or tokens[engines] < LEAST_TOKENS):
             taken[engines] += 1
+            tokens[engines] += rollout.sampled_tokens
             found.append((example_from_rollout(rollout, 0.0, sys.maxsize, True), engines))
     return found
 
