@@ -265,8 +265,8 @@ def paged_attention(
     """What `grouped_attention` says of one query per row, by work in proportion to the pages that the rows have filled.
 
     One page after the other, by online softmax, each row's in their order: so its result depends on no other row. A
-    page is copied before its two products, which read it from a core's own cache then; many copied at once, and their
-    sums joined by place, took a fifth longer.
+    page is copied before its two products, which then read it from a core's own cache. Copying many at once, and
+    joining their sums by their places in the window, takes longer.
 
     Args:
         query: As `Layer.project` returns it.
