@@ -11,8 +11,9 @@ The limit is what the matrix products alone would take at the rate measured on t
 shapes, and what reading weights and cache once per step would take at the measured memory rate.
 
 `--ratios` compares what single programs cost: processor time of this process and time by the clock, the least of
-interleaved rounds, as multiples of a decode step of all 32 slots after 40 tokens each. Marks are on the smaller of both
-multiples: the clock counts what other processes take, and processor time what threads without work wait for some.
+interleaved rounds, as multiples of a decode step of all 32 slots after 40 tokens each. Each runs once untimed before
+it is timed, as steps of an engine follow each other. Marks are on the smaller of both multiples: the clock counts what
+other processes take, and processor time what threads without work wait for some.
 Below that, a conversation of ten turns by an engine that goes on with what its slots hold, and by one that forgets.
 
 `--products`: a decode step of a checkpoint beside nothing but its products of matrices, by XLA, one after the other as
@@ -237,6 +238,7 @@ def print_ratios(repeats: int) -> None:
     for number in range(repeats + 1):
         for name, (window, run, _) in cases.items():
             runner.resize(window)
+            run()  # untimed: another case, another model even, was last in the processor's caches
             runner.wait()
             began = [clock() for clock in clocks]
             found = run()

@@ -52,12 +52,27 @@ def test_large_scores_do_not_overflow():
 def test_pages_are_listed_row_by_row():
     lengths = jnp.array([0, 129, 128, 256], jnp.int32)
     some, every = Pages.of(lengths, 300, slots=9), Pages.of(lengths, 300, slots=4)
-    assert some.counts.tolist() == [0, 3, 2, 4]
-    assert len(some.rows) == 32  # four rows of five pages, in sixteens
+    assert some.count == 9 and len(some.rows) == 20  # four rows of five pages at most
     assert some.rows.tolist()[:9] == [1, 1, 1, 2, 2, 3, 3, 3, 3]
     assert some.numbers.tolist()[:9] == [0, 1, 2, 0, 1, 0, 1, 2, 3]
-    assert every.counts.tolist() == [0, 2, 1, 3] and len(every.rows) == 16  # but for the first page of each
+    assert every.count == 6 and len(every.rows) == 16  # but for the first page of each
     assert every.rows.tolist()[:6] == [1, 1, 2, 3, 3, 3] and every.numbers.tolist()[:6] == [1, 2, 1, 1, 2, 3]
+
+
+def test_pages_are_weighted_by_what_each_row_sees_of_them():
+    keys, values = jnp.zeros((2, 1, 192, 4)), jnp.repeat(jnp.array([1.0, 2.0, 4.0]), 64)[None, None, :, None]
+    values = jnp.broadcast_to(values, keys.shape).at[1].multiply(10)  # one number for each page of each slot
+    positions = jnp.array([191, 79], jnp.int32)
+    pages = Pages.of(positions + 1, 192, slots=2)
+    slots, query = jnp.arange(2, dtype=jnp.int32), jnp.ones((2, 1, 4))
+    found = paged_attention(query, keys, values, slots, positions, pages)[:, 0, 0]
+    np.testing.assert_allclose(found, [7 / 3, 10 * (64 * 1 + 16 * 2) / 80], rtol=1e-6)
+    seen = paged_attention(query, keys, values, slots, positions, pages, window=96)[:, 0, 0]
+    np.testing.assert_allclose(seen, [(32 * 2 + 64 * 4) / 96, 12], rtol=1e-6)
+    backwards = Pages.of(positions + 1, 192, slots=3)
+    there = jnp.pad(keys, ((0, 1), *[(0, 0)] * 3)), jnp.pad(values[::-1], ((0, 1), *[(0, 0)] * 3))
+    found = paged_attention(query, *there, slots[::-1], positions, backwards)[:, 0, 0]
+    np.testing.assert_allclose(found, [7 / 3, 12], rtol=1e-6)
 
 
 @pytest.mark.parametrize("slots", [[3, 0, 4, 1], [0, 1, 2, 3]])

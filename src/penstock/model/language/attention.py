@@ -37,9 +37,6 @@ from penstock.model.language.precision import product, rounded
 PAGE = 64
 """Positions of a page of the cache: below, more and smaller products cost as much as the positions that they save."""
 
-PAGES_AT_ONCE = 16
-"""Pages of one step of `paged_attention`, whose keys then stay in a core's own cache between copy and product."""
-
 FEW_ROWS = 8
 """Queries of one key head that a decode step has at most; a prefill has many times as many."""
 
@@ -221,14 +218,14 @@ class Pages(NamedTuple):
     of those that are listed.
 
     Attributes:
-        rows: The row of each, beyond the last page the last row.
+        rows: The row of each.
         numbers: Which page of its row it is.
-        counts: How many of each row are listed.
+        count: How many are listed; what the arrays hold beyond is not read.
     """
 
     rows: Int32[Array, " items"]
     numbers: Int32[Array, " items"]
-    counts: Int32[Array, " rows"]
+    count: Int32[Array, ""]
 
     @classmethod
     def of(cls, lengths: Int32[Array, " rows"], window: int, slots: int) -> "Pages":
@@ -242,10 +239,9 @@ class Pages(NamedTuple):
         size, first = page_positions(window), _first_listed(len(lengths), slots)
         counts = jnp.maximum(-(-lengths // size) - first, 0)
         ends = jnp.cumsum(counts)
-        most = max(1, -(-window // size) - first) * len(lengths)
-        items = jnp.arange(-(-most // PAGES_AT_ONCE) * PAGES_AT_ONCE, dtype=jnp.int32)
+        items = jnp.arange(max(1, -(-window // size) - first) * len(lengths), dtype=jnp.int32)
         rows = jnp.minimum(jnp.searchsorted(ends, items, side="right").astype(jnp.int32), len(lengths) - 1)
-        return cls(rows, jnp.maximum(items - (ends - counts)[rows], 0) + first, counts)
+        return cls(rows, items - (ends - counts)[rows] + first, ends[-1])
 
 
 def _first_listed(rows: int, slots: int) -> int:
@@ -268,8 +264,9 @@ def paged_attention(
 ) -> Float[Array, "rows heads head_dim"]:
     """What `grouped_attention` says of one query per row, by work in proportion to the pages that the rows have filled.
 
-    Each page has a softmax of its own; a row's are then weighted by their sums, in order (Flash-Decoding: Dao et al.
-    2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). So a row's result depends on no other row.
+    One page after the other, by online softmax, each row's in their order: so its result depends on no other row. A
+    page is copied before its two products, which then read it from a core's own cache. Copying many at once, and
+    joining their sums by their places in the window, takes longer.
 
     Args:
         query: As `Layer.project` returns it.
@@ -286,80 +283,34 @@ def paged_attention(
     rows, heads, head_dim = query.shape
     kv_heads, length = keys.shape[1:3]
     size, grouped = page_positions(length), query.reshape(rows, kv_heads, heads // kv_heads, head_dim)
-    first = _first_listed(rows, len(keys))
 
-    def read(cached: Array, slot: Array, start: Array) -> Array:
-        return lax.dynamic_slice(cached, (slot, 0, start, 0), (1, kv_heads, size, head_dim))[0]
-
-    def meet(step: Array, found: _PageSums) -> _PageSums:
-        row, number = (lax.dynamic_slice_in_dim(a, step * PAGES_AT_ONCE, PAGES_AT_ONCE) for a in pages[:2])
-        start = jnp.minimum(number * size, length - size)  # a last page that is shorter overlaps the one before
-        key, value = (jax.vmap(read, (None, 0, 0))(cached, slots[row], start) for cached in (keys, values))
-        at, newest = start[:, None] + jnp.arange(size, dtype=jnp.int32), positions[row][:, None]
-        seen = (at >= number[:, None] * size) & (at <= newest)
+    def meet(sums: _Sums, query: Array, key: Array, value: Array, newest: Array, number: Array | int = 0) -> _Sums:
+        """One row and one of its pages."""
+        at = _page_start(number, length) + jnp.arange(size, dtype=jnp.int32)
+        seen = (at >= number * size) & (at <= newest)
         seen = seen if window is None else seen & (at > newest - window)
-        new = _page_sums(grouped[row], key, value, seen)
-        place = step * PAGES_AT_ONCE
-        return jax.tree.map(lambda a, part: lax.dynamic_update_slice_in_dim(a, part, place, 0), found, new)
+        scores = _scores(query[None], key[None])[0] * head_dim**-0.5
+        return _added(sums, jnp.where(seen, scores, MASKED), value)
 
-    def meet_first() -> _PageSums:
-        at, newest = jnp.arange(size, dtype=jnp.int32), positions[:, None]
-        seen = (at <= newest) if window is None else (at <= newest) & (at > newest - window)
-        return _page_sums(grouped, keys[:, :, :size], values[:, :, :size], seen)
+    def meet_listed(item: Array, sums: _Sums) -> _Sums:
+        row, number = pages.rows[item], pages.numbers[item]
+        place, shape = (slots[row], 0, _page_start(number, length), 0), (1, kv_heads, size, head_dim)
+        key, value = (lax.dynamic_slice(cached, place, shape)[0] for cached in (keys, values))
+        new = meet(jax.tree.map(lambda a: a[row], sums), grouped[row], key, value, positions[row], number)
+        return jax.tree.map(lambda a, of_row: a.at[row].set(of_row), sums, new)
 
-    shape = (len(pages.rows), kv_heads, heads // kv_heads)
-    nothing = _PageSums(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
-    steps = -(-jnp.sum(pages.counts) // PAGES_AT_ONCE)
-    sums = lax.fori_loop(0, steps, meet, nothing)
-    joined = _joined(sums, pages, -(-length // size) - first, meet_first() if first else None)
-    return rounded(joined, values.dtype).reshape(rows, heads, head_dim)
-
-
-class _PageSums(NamedTuple):
-    """Of each page, for each query: largest score, Σ exp(score − largest), and Σ of that times values."""
-
-    largest: Float32[Array, "items kv_heads group"]
-    total: Float32[Array, "items kv_heads group"]
-    weighted: Float32[Array, "items kv_heads group head_dim"]
+    sums = jax.vmap(_no_sums)(grouped)
+    if _first_listed(rows, len(keys)):
+        sums = jax.vmap(meet)(sums, grouped, keys[:, :, :size], values[:, :, :size], positions)
+    sums = lax.fori_loop(0, pages.count, meet_listed, sums)
+    attended = sums.weighted / jnp.where(sums.total > 0, sums.total, 1.0)[..., None]
+    return rounded(attended, values.dtype).reshape(rows, heads, head_dim)
 
 
-def _page_sums(
-    query: Float[Array, "items kv_heads group head_dim"],
-    key: Float[Array, "items kv_heads size head_dim"],
-    value: Float[Array, "items kv_heads size head_dim"],
-    seen: Bool[Array, "items size"],
-) -> _PageSums:
-    scores = _scores(query, key) * query.shape[-1] ** -0.5
-    scores = jnp.where(seen[:, None, None], scores, MASKED)
-    largest = scores.max(axis=-1)
-    weights = jnp.exp(scores - largest[..., None])
-    weighted = product("phgk,phkd->phgd", rounded(weights, value.dtype), value)
-    return _PageSums(largest, weights.sum(axis=-1), weighted)
-
-
-def _joined(
-    sums: _PageSums, pages: Pages, most: int, before: _PageSums | None
-) -> Float32[Array, "rows kv_heads group head_dim"]:
-    """A row's pages together, by their place in the row.
-
-    Args:
-        sums: Of the pages that are listed.
-        pages: Which these are.
-        most: Pages that a row has at most.
-        before: Of each row's page before those.
-    """
-    number = jnp.arange(max(most, 1), dtype=jnp.int32)
-    there = number < pages.counts[:, None]
-    first = jnp.cumsum(pages.counts) - pages.counts
-    of_row = jax.tree.map(lambda a: a[jnp.where(there, first[:, None] + number, 0)], sums)
-    if before is not None:
-        of_row = jax.tree.map(lambda a, b: jnp.concatenate([b[:, None], a], axis=1), of_row, before)
-        there = jnp.pad(there, ((0, 0), (1, 0)), constant_values=True)
-    largest = jnp.where(there[:, :, None, None], of_row.largest, MASKED)
-    share = jnp.where(there[:, :, None, None], jnp.exp(largest - largest.max(axis=1, keepdims=True)), 0.0)
-    total = jnp.sum(share * of_row.total, axis=1)
-    weighted = jnp.sum(share[..., None] * of_row.weighted, axis=1)
-    return weighted / jnp.where(total > 0, total, 1.0)[..., None]
+def _page_start(number: Array | int, length: int) -> Array:
+    """Where a page is read; a last one that is shorter overlaps the one before."""
+    size = page_positions(length)
+    return jnp.minimum(number * size, length - size)
 
 
 class _BlockShape(NamedTuple):
