@@ -33,6 +33,7 @@ from penstock.types import ConfigError, Decoding, EnvironmentFailure, PenstockEr
 STOP_S = 10.0
 WAIT_S = 60.0
 VERSION = "0.32.0"
+BUSY = "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
 PREFIX = "dp0:pp0:pcp0:tp0:"
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
          "up_proj": "gate_up_proj"}  # fmt: skip
@@ -85,6 +86,7 @@ class FakeVllm:
     Attributes:
         kind: What a run calls such engines.
         path: Of its route for tokens.
+        proven: Share of the parameters that its checksums see.
         scale_out: Started with ``--enable-scale-out``.
         dev_mode: Started with ``VLLM_SERVER_DEV_MODE=1``.
         runtime_lora: Started with ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` and ``--enable-lora``.
@@ -111,6 +113,7 @@ class FakeVllm:
     """
 
     kind, path = "vllm", "/inference/v1/generate"
+    proven = 1.0
 
     def __init__(self, directory: Path, codec: Any, config: EngineConfig, model: str = "policy", **faults: Any) -> None:
         self.as_started()
@@ -144,6 +147,16 @@ class FakeVllm:
         if hasattr(self, "engine"):
             self.engine.resume()
             self.rename_to("default")
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return self.server.url
+
+    @property
+    def paused(self) -> bool:
+        """Whether it computes nothing."""
+        return self.engine.paused
 
     @property
     def label(self) -> str:
@@ -219,7 +232,7 @@ class FakeVllm:
         if self.dead:
             return error(500, "InternalServerError", "EngineCore encountered an issue.")
         if self.full:
-            return error(503, "ServiceUnavailableError", "The request queue is full (max_num_queued_reqs=1)")
+            return error(503, "Service Unavailable", BUSY)
         named = body["model"]
         if named != self.name and named not in self._adapters:
             message = f"The model `{named}` does not exist. Valid aliases: {self.name}."
@@ -422,6 +435,7 @@ def main() -> None:
     parser.add_argument("--served-model-name")
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--max-lora-rank", type=int, choices=[1, 8, 16, 32, 64, 128, 256, 320, 512])
     parser.add_argument("--enable-scale-out", action="store_true")
     parser.add_argument("--enable-sleep-mode", action="store_true")
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
