@@ -40,6 +40,7 @@ MOST_QUEUED = 8
 FLAGS = ["--enforce-eager", "--max-num-queued-reqs", str(MOST_QUEUED)]
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
 
 
@@ -47,6 +48,7 @@ class RealVllm:
     """One server of vLLM's CPU build.
 
     Args:
+        directory: Of the weights that it is started with.
         command: The words that start it, by its port.
         folder: For its log, and for directories that are passed on in place of those asked for.
 
@@ -54,10 +56,13 @@ class RealVllm:
         kind: What a run calls such engines.
         path: Of its route for tokens.
         proven: Share of the parameters that its checksums see: no matrix of a layer is among them.
+        blind: See `proven`.
         room: Most tokens of a sequence: the longest take longer than a pause takes to begin.
         server: The proxy.
         stale: Tensors, by the end of their names, that the directory lacks which a reload is passed on with. The rest
             is the server's own: it says 200 and goes on with what it had.
+        unseen: A reload is passed on with a directory that is not there. The rest is the server's own: it says 500, and
+            dies of the first request, unless it loads others before.
         old_head: As `stale`, of the output matrix.
         reload_status: What a reload is answered with, whatever the server said, which had it: the proxy's.
         ignores_label: A new label is not passed on, and said to be taken: the proxy's.
@@ -67,10 +72,10 @@ class RealVllm:
     """
 
     kind, path = "vllm", "/inference/v1/generate"
-    proven, room = 5 / 9, 512
+    proven, room, blind = 5 / 9, 512, True
 
-    def __init__(self, command: Callable[[int], list[str]], folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path, command: Callable[[int], list[str]], folder: Path) -> None:
+        self._directory, self._folder = directory, folder
         with closing(socket.create_server(("127.0.0.1", 0))) as listener:
             self._port: int = listener.getsockname()[1]
         self._process = GuardedProcess(command(self._port), ENVIRONMENT, folder / "vllm.out")
@@ -99,14 +104,15 @@ class RealVllm:
         self._direct.close()
 
     def as_started(self) -> None:
-        """No faults, no adapters, its own label; its weights stay."""
-        self.hung = self.full = self.old_head = self.ignores_label = self.ignores_adapter = False
+        """No faults, no adapters, its own label and weights: adapters go with those."""
+        self.hung = self.full = self.unseen = self.old_head = self.ignores_label = self.ignores_adapter = False
         self.stale: list[str] = []
         self.reload_status, self.salt = 200, b""
         self.counts: dict[str, int] = {}
         for name in self.adapters:
             self._post("/v1/unload_lora_adapter", {"lora_name": name})
         self._post("/resume")
+        self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(self._directory)}})
         self.rename_to("default")
 
     # --- as it is ------------------------------------------------------------------------------------------------
@@ -203,6 +209,8 @@ class RealVllm:
             return Response(json.dumps(said), media_type="application/json")
         if path == "/collective_rpc" and (self.stale or self.old_head):
             body = self._with_tensors(body, self._without_stale)
+        if path == "/collective_rpc" and self.unseen:
+            body = body.replace(b'"weights_path":"', b'"weights_path":"/nowhere')
         if path == "/v1/load_lora_adapter" and self.ignores_adapter:
             body = self._with_tensors(body, _zeros)
         headers = {name: request.headers[name] for name in ("content-type", "authorization") if name in request.headers}

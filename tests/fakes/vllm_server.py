@@ -37,6 +37,11 @@ BUSY = "The engine is currently busy and cannot accept new requests. Please try 
 PREFIX = "dp0:pp0:pcp0:tp0:"
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
          "up_proj": "gate_up_proj"}  # fmt: skip
+UNSEEN = (
+    "Call to collective_rpc method failed: Worker failed with error 'Repo id must be in the form 'repo_name' or "
+    "'namespace/repo_name': '<path>'. Use `repo_type` argument if needed.', please check the stack trace above for the "
+    "root cause"
+)
 
 
 def error(status: int, kind: str, message: str, param: str | None = None) -> JSONResponse:
@@ -98,6 +103,8 @@ class FakeVllm:
         died: See `dies_at`.
         blind: Its checksums see no matrix of a layer.
         stale: Tensors that a reload leaves as they were, by the end of their names.
+        unseen: It sees no directory that it is told to load: it says 500, its parameters have no values, and it is dead
+            from the first request on, unless it loads others before.
         old_head: The output matrix that it computes with stays the first one; the checksums say otherwise.
         reload_status: What a reload is answered with, whatever it did.
         name: Of its model.
@@ -135,7 +142,7 @@ class FakeVllm:
     def as_started(self) -> None:
         """No faults, no adapters, its own label; its weights stay."""
         self.scale_out = self.dev_mode = self.runtime_lora = True
-        self.raw = self.full = self.hung = self.blind = self.old_head = self.dead = False
+        self.raw = self.full = self.hung = self.blind = self.old_head = self.dead = self.unseen = self._empty = False
         self.ignores_label = self.ignores_adapter = self.asleep = self.locked = False
         self.name, self.room, self.salt = "policy", 64, b""
         self.dies_at, self.died = 0, ""
@@ -229,8 +236,10 @@ class FakeVllm:
             return error(403, "PermissionDeniedError", message)
         while self.hung:
             await asyncio.sleep(0.01)
+        self.dead = self.dead or self._empty
         if self.dead:
-            return error(500, "InternalServerError", "EngineCore encountered an issue.")
+            message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+            return error(500, "InternalServerError", message)
         if self.full:
             return error(503, "Service Unavailable", BUSY)
         named = body["model"]
@@ -321,8 +330,10 @@ class FakeVllm:
         body = await request.json()
         assert body["method"] == "reload_weights", body
         path = Path(body["kwargs"]["weights_path"])
-        if not (path / "model.safetensors").is_file():
-            return error(500, "InternalServerError", f"Call to collective_rpc method failed: no {path}")
+        if self.unseen or not (path / "model.safetensors").is_file():
+            self._empty = True
+            return error(500, "InternalServerError", UNSEEN)
+        self._empty = False
         await run_in_threadpool(self._load, path)
         if self.reload_status != 200:
             kind = {400: "BadRequestError", 500: "InternalServerError"}[self.reload_status]

@@ -14,7 +14,7 @@ from penstock.overseer.component import Settings
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.language.external import ExternalEngine
 from penstock.overseer.supervisor.messages import Identity
-from penstock.rundir import RunDirectory
+from penstock.rundir import RunDirectory, read_metrics
 from penstock.text import Tokenizer
 from tests.fakes.real_vllm import FLAGS, VLLM, RealVllm
 from tests.fakes.sglang_server import FakeSglang
@@ -30,6 +30,12 @@ MODEL = {
 """Heads of 32: vLLM's CPU build computes none that are smaller."""
 
 SHAPES = EngineConfig(max_slots=4, max_seq_len=64, windows=(64,), prefill_rows=2, prefill_lengths=(16,))
+SHORT = [
+    "replay.groups_per_batch=2", "curriculum.eval_n_examples=2", "learner.row_length=64", "learner.micro_batch_rows=2",
+    "curriculum.lessons.cats.sampling_params.n_generations_per_prompt=2", "replay.staleness_budget=1",
+]  # fmt: skip
+"""Words of a recipe whose updates take an instant."""
+
 RANK = 2
 HAS_VLLM = [
     pytest.mark.slow,
@@ -97,7 +103,7 @@ def running(checkpoint, policy, tmp_path_factory):
             words = [f"inference.max_seq_len={RealVllm.room}", f"learner.row_length={RealVllm.room}"]
             config = configured(*adapting(checkpoint), *words, **external)
             folder = tmp_path_factory.mktemp("real")
-            servers[kind] = RealVllm(lambda port: config.server_command(checkpoint, port), folder)
+            servers[kind] = RealVllm(checkpoint, lambda port: config.server_command(checkpoint, port), folder)
             servers[kind].start()
         elif kind not in servers:
             servers[kind] = {"vllm": FakeVllm, "sglang": FakeSglang}[kind](checkpoint, policy[1], SHAPES)
@@ -158,3 +164,9 @@ def failures(engine):
 
 def sampled(engine, version, codec):
     return engine.canary(version, [codec.encode("Who purrs?"), codec.encode("Who")], 6, LIMIT_S)
+
+
+def updates_of(run):
+    """The lines of a run's updates, so far."""
+    path = run / "metrics.jsonl"
+    return [line for line in read_metrics(path) if "train/loss" in line] if path.exists() else []

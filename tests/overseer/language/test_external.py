@@ -5,28 +5,33 @@ can show is in test_vllm, what a run launches in test_external_launched.
 """
 
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from benchmarks.chaos.invariants import books, violations
 
 from penstock.inference import RemoteContext, ServerPool
 from penstock.inference.external import dialect_of
 from penstock.model.language.decoder import decoder_digests
 from penstock.overseer.component import Settings
+from penstock.overseer.language.external import ExternalEngine
 from penstock.overseer.language.generation import generate
 from penstock.overseer.language.inference import ExternalInference
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.language.rollout import servers_of
 from penstock.overseer.supervisor.messages import Identity, Membership, Peer
 from penstock.overseer.training import train
+from penstock.replay import RolloutStore
 from penstock.rundir import RunDirectory, read_metrics, read_status
-from penstock.types import ConfigError, Decoding, GenerationCall, RunFailed, WeightVersion
+from penstock.types import ConfigError, Decoding, GenerationCall, MismatchError, RunFailed, WeightVersion
 from penstock.weights import open_broadcaster
 from tests.overseer.language.conftest import (
     HAS_VLLM,
     LIMIT_S,
+    SHORT,
     TOKEN,
     configured,
     failures,
@@ -35,6 +40,7 @@ from tests.overseer.language.conftest import (
     of_vllm,
     sampled,
     trained,
+    updates_of,
 )
 from tests.overseer.language.test_inference import Around
 from tests.waiting import wait_until
@@ -89,6 +95,22 @@ def test_a_refusal_says_nothing_about_the_weights_and_is_asked_again(engine_of, 
     assert [server and server.version.step for server in heard][0] is None and engine.server.version.step == 1
     (reason,) = failures(engine)
     assert {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}[server.kind] + " answered 400" in reason
+
+
+@of_vllm
+def test_a_directory_that_a_server_does_not_see_is_named_and_the_server_lives(engine_of, server, policy):
+    """What it has after that would kill it at the first request: it is asked for none."""
+    engine = engine_of("overseer.max_restarts=1", urls=[server.url])
+    for step in (0, 1):
+        server.unseen = True
+        with pytest.raises(
+            RunFailed, match=r"failed 2 times .* 500: .*Repo id .*set inference.external.weights_dir to"
+        ):
+            engine.set_weights(WeightVersion(0, step), moved(policy[0], 0.0))
+        server.unseen = False
+        engine.set_weights(WeightVersion(0, step), moved(policy[0], 0.1 * step))
+        (answer, _) = sampled(engine, WeightVersion(0, step), policy[1])
+        assert set(answer.weight_steps.tolist()) == {step}
 
 
 @of_each
@@ -303,11 +325,8 @@ def test_an_adapter_that_is_not_applied_is_named(engine_of, server, adapted, lor
     indirect=["server"],
 )
 def test_a_run_in_one_process_trains_on_what_the_server_sampled(server, tmp_path, staleness):
-    config = configured(
-        "steps=3", "replay.groups_per_batch=2", "curriculum.eval_n_examples=2", "learner.row_length=64",
-        "learner.micro_batch_rows=2", "curriculum.lessons.cats.sampling_params.n_generations_per_prompt=2",
-        f"replay.staleness_budget={staleness}", kind=server.kind, urls=[server.url],
-    )  # fmt: skip
+    words = ["steps=3", f"replay.staleness_budget={staleness}"]
+    config = configured(*SHORT, *words, kind=server.kind, urls=[server.url])
     run = tmp_path / "run"
     train(config, run_dir=run, quiet=True)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -395,14 +414,82 @@ def test_a_server_that_would_give_no_memory_back_is_refused_with_the_flag(engine
 @pytest.mark.slow
 def test_a_run_sends_its_server_to_sleep_for_every_update(server, tmp_path):
     server.sleep_mode = True
-    config = configured(
-        "steps=3", "replay.groups_per_batch=2", "curriculum.eval_n_examples=2", "learner.row_length=64",
-        "learner.micro_batch_rows=2", "curriculum.lessons.cats.sampling_params.n_generations_per_prompt=2",
-        urls=[server.url], colocate=True,
-    )  # fmt: skip
+    config = configured(*SHORT, "steps=3", urls=[server.url], colocate=True)
     run = tmp_path / "run"
     train(config, run_dir=run, quiet=True)
     updates = [line for line in read_metrics(run / "metrics.jsonl") if "train/loss" in line]
     assert len(updates) == 3 and server.counts["/sleep"] == 3 and not server.asleep
     assert all(line["train/parity_kl"] < 1e-8 for line in updates if "train/parity_kl" in line)
     assert updates[-1]["inference/sleep_s"] > 0 and read_status(run / "status.json")["ledger"]["invalid"] == 0
+
+
+FAULTS = {
+    "stale": (["model.norm.weight"], [], r"version 3 with other weights than it was given.*model\.norm\.weight"),
+    "reload_status": (400, 200, "answered 400"),
+    "ignores_label": (True, False, "and was told '0-3'"),
+    "label": ("default", None, "called 'default'"),
+    "hung": (True, False, "does not answer: ReadTimeout"),
+    "ignores_adapter": (True, False, "the adapter is not applied"),
+}
+"""What a server of a run is made to do from its second version on, what heals it, and how it is named."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+@of_each
+def test_a_fault_is_named_within_one_version_and_nothing_unversioned_is_trained(
+    server, lora, fault, tmp_path, monkeypatch
+):
+    if fault == "ignores_adapter" and server.kind == "sglang":
+        pytest.skip("adapters are vLLM's")
+    monkeypatch.setattr("penstock.overseer.language.external.WATCH_S", 0.0)
+    announce, leave, announced, named = ExternalEngine._announce, ExternalEngine._leave, [], []
+    value, healed, said = FAULTS[fault]
+
+    def announcing(self, version):
+        announce(self, version)
+        announced.append(version)
+        if version == WeightVersion(0, 2) and not named:
+            server.rename_to(value) if fault == "label" else setattr(server, fault, value)
+
+    def leaving(self, failure):
+        named.append((str(failure), [version for version in announced if version is not None]))
+        if fault != "label":
+            setattr(server, fault, healed)
+        leave(self, failure)
+
+    monkeypatch.setattr(ExternalEngine, "_announce", announcing)
+    monkeypatch.setattr(ExternalEngine, "_leave", leaving)
+    weights, words = ("lora", lora) if fault == "ignores_adapter" else ("directory", [])
+    budget = int(fault != "label")  # at 0 no version comes before this one's answers were read
+    words = [*words, "steps=5", "overseer.no_progress_s=40", f"replay.staleness_budget={budget}"]
+    config = configured(*SHORT, *words, kind=server.kind, urls=[server.url], weights=weights)
+    run = tmp_path / "run"
+    train(config, run_dir=run, quiet=True)
+    ((reason, until_then),) = named
+    assert re.search(said, reason) and until_then[-1] == WeightVersion(0, 2)
+    assert {*announced} == {None, *(WeightVersion(0, step) for step in range(6))}
+    directory, status = RunDirectory(run), read_status(run / "status.json")
+    assert books(RolloutStore(directory).history()).closed and violations(directory) == []
+    assert status["step"] == 5 and status["ledger"]["trained"] >= 5 * 4 and status["ledger"]["invalid"] == 0
+    for line in updates_of(run):
+        assert line["replay/unverified"] == 0 and line.get("train/parity_kl", 0.0) < 1e-8
+
+
+@pytest.mark.slow
+@of_vllm
+def test_a_tensor_that_no_checksum_sees_and_that_stays_old_is_named_by_the_learner(server, tmp_path, monkeypatch):
+    """Within two versions: one comparison alone ends a run where it is beyond `hard_kl_limit`, and two of a smaller."""
+    announce, server.blind = ExternalEngine._announce, True  # as the real one is
+
+    def announcing(self, version):
+        announce(self, version)
+        server.stale = ["mlp.down_proj.weight"] if version == WeightVersion(0, 2) else server.stale
+
+    monkeypatch.setattr(ExternalEngine, "_announce", announcing)
+    quick = ["learner.optimizer.learning_rate=0.03", "learner.optimizer.warmup_steps=1", "learner.parity.wait_s=60"]
+    config = configured(*SHORT, *quick, "steps=9", kind=server.kind, urls=[server.url])
+    with pytest.raises(MismatchError, match=r"version [34]: inference-0 and the learner disagree"):
+        train(config, run_dir=tmp_path / "run", quiet=True)
+    assert server.label in ("0-3", "0-4", "0-5")  # whatever was published meanwhile
+    assert len(updates_of(tmp_path / "run")) <= 4

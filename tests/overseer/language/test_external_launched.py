@@ -17,10 +17,21 @@ from penstock.inference import RemoteContext, ServerPool
 from penstock.inference.external import VllmDialect
 from penstock.overseer.training import train
 from penstock.replay import RolloutStore
-from penstock.rundir import RunDirectory, read_events, read_metrics, read_status
+from penstock.rundir import RunDirectory, read_events, read_status
 from penstock.types import ConfigError, Decoding, RunFailed, WeightVersion
 from tests.fakes.real_vllm import ENVIRONMENT, FLAGS, VLLM
-from tests.overseer.language.conftest import LIMIT_S, REAL, ROOT, TOKEN, configured, failures, moved, sampled
+from tests.overseer.language.conftest import (
+    LIMIT_S,
+    REAL,
+    ROOT,
+    SHORT,
+    TOKEN,
+    configured,
+    failures,
+    moved,
+    sampled,
+    updates_of,
+)
 
 FAKE = [sys.executable, "-m", "tests.fakes.vllm_server", "serve", "{model}"]
 START_S = 300.0
@@ -112,11 +123,6 @@ def test_a_launched_server_with_another_output_matrix_is_started_anew_for_each_v
     assert failures(engine) == [] and len({answer.response_logprobs.tobytes() for answer in answers}) == 4
 
 
-def updates_of(run: Path):
-    path = run / "metrics.jsonl"
-    return [line for line in read_metrics(path) if "train/loss" in line] if path.exists() else []
-
-
 @contextmanager
 def killed_while_it_answers(run: Path) -> Iterator[Future[float | None]]:
     """Kills the server of a run in this process once, after its first update; gives how many requests it had."""
@@ -152,9 +158,8 @@ def test_a_server_killed_in_a_request_is_started_anew_and_the_run_keeps_its_book
 ):
     """Killed with SIGKILL, while it answers."""
     config = configured(
-        "steps=6", "replay.groups_per_batch=2", "curriculum.eval_n_examples=2", "learner.row_length=64",
-        "learner.micro_batch_rows=2", "curriculum.lessons.cats.sampling_params.n_generations_per_prompt=4",
-        "replay.staleness_budget=1", *(lora if weights == "lora" else []), urls=[], launch=launch, weights=weights,
+        *SHORT, "steps=6", "curriculum.lessons.cats.sampling_params.n_generations_per_prompt=4",
+        *(lora if weights == "lora" else []), urls=[], launch=launch, weights=weights,
     )  # fmt: skip
     run = tmp_path / "run"
     dying = dying_in_a_request(tmp_path, monkeypatch) if launch is FAKE else killed_while_it_answers(run)
