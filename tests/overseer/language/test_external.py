@@ -15,7 +15,11 @@ from benchmarks.chaos.invariants import books, violations
 
 from penstock.inference import RemoteContext, ServerPool
 from penstock.inference.external import dialect_of
+from penstock.model.language import named_arrays
+from penstock.model.language.adapter import base_digest
+from penstock.model.language.config import ADAPTER
 from penstock.model.language.decoder import decoder_digests
+from penstock.model.language.hugging_face import save_adapter
 from penstock.overseer.component import Settings
 from penstock.overseer.language.external import ExternalEngine
 from penstock.overseer.language.generation import generate
@@ -31,6 +35,7 @@ from penstock.weights import open_broadcaster
 from tests.overseer.language.conftest import (
     HAS_VLLM,
     LIMIT_S,
+    ROOT,
     SHORT,
     TOKEN,
     configured,
@@ -262,6 +267,56 @@ def test_a_recipe_that_no_server_could_serve_is_refused():
         configured(weights="lora")
     with pytest.raises(ConfigError, match="vLLM samples at 0.01"):
         configured("curriculum.lessons.cats.sampling_params.temperature=0.005")
+
+
+RECORDED = json.loads((ROOT / "tests" / "fakes" / "vllm_answers.json").read_text())
+
+
+def _form(value, word_by_word=False):
+    """Of JSON: keys, types, and the words of what went wrong, but for their numbers."""
+    if isinstance(value, dict):
+        named = {"of a parameter" if key.startswith("dp0:") else key: each for key, each in value.items()}
+        return {key: _form(each, word_by_word or key == "error") for key, each in named.items()}
+    if isinstance(value, list):
+        return [_form(each, word_by_word) for each in value[:1]]
+    if isinstance(value, str):
+        return re.sub(r"\d+", "0", value) if word_by_word else "text"
+    return value if value is None or isinstance(value, bool) else "number"
+
+
+@of_vllm
+def test_answers_have_the_form_that_was_recorded(server, adapted, policy, checkpoint, tmp_path):
+    own = {name: each for name, each in named_arrays(adapted).items() if not name.startswith(ADAPTER)}
+    save_adapter(adapted, tmp_path / "adapter", policy[1], base_digest(own))
+    sampling = {"n": 1, "max_tokens": 4, "temperature": 1.0, "seed": 1, "logprobs": 0, "ignore_eos": True}
+    sampling |= {"stop_token_ids": [], "stop": [], "detokenize": False}
+    asked = {"model": "policy", "token_ids": [5, 6, 7], "sampling_params": sampling, "stream": False}
+    adapter = {"lora_name": "policy-0-1"}
+    loaded = adapter | {"lora_path": str(tmp_path / "adapter")}
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
+    calls = {
+        "version": ("/version", None), "models": ("/v1/models", None), "generate": (server.path, asked),
+        "too_long": (server.path, asked | {"token_ids": [1] * 600}),
+        "unknown_model": (server.path, asked | {"model": "policy-0-9"}),
+        "out_of_vocabulary": (server.path, asked | {"token_ids": [100000]}), "not_json": (server.path, b"{}"),
+        "pause": ("/pause?mode=keep&clear_cache=true", {}), "is_paused": ("/is_paused", None),
+        "reload_failed": ("/collective_rpc", reload | {"kwargs": {"weights_path": str(tmp_path / "none")}}),
+        "reload": ("/collective_rpc", reload), "rename": ("/update_weight_version", {"new_version": "0-17"}),
+        "resume": ("/resume", {}), "weight_info": ("/weight_info", None),
+        "checksum": ("/weight_checker", {"action": "checksum"}), "is_sleeping": ("/is_sleeping", None),
+        "sleep": ("/sleep?level=1&mode=keep", {}), "wake_up": ("/wake_up", {}),
+        "bad_adapter_body": ("/v1/load_lora_adapter", {}), "load_adapter": ("/v1/load_lora_adapter", loaded),
+        "adapter_twice": ("/v1/load_lora_adapter", loaded), "unload_adapter": ("/v1/unload_lora_adapter", adapter),
+        "no_adapter": ("/v1/unload_lora_adapter", adapter), "full": (server.path, asked),
+    }  # fmt: skip
+    for name, (path, body) in calls.items():
+        given = {} if body is None else {"content": body} if isinstance(body, bytes) else {"json": body}
+        server.full = name == "full"
+        found = httpx.request("GET" if body is None else "POST", server.url + path, timeout=LIMIT_S, **given)
+        said = found.json() if "json" in found.headers["content-type"] else found.text
+        recorded = RECORDED[name]
+        assert (found.status_code, _form(said)) == (recorded["status"], _form(recorded["body"])), name
+    assert calls.keys() == RECORDED.keys() - {"stopped", "top_1"}  # which are read in tests/inference
 
 
 # --- SGLang's own ----------------------------------------------------------------------------------------------------
