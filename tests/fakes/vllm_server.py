@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from penstock.inference import EngineConfig, HttpServer, InferenceEngine
@@ -414,14 +414,14 @@ class FakeVllm:
             return error(404, "NotFoundError", str(failure))
         self._adapters_from[name] = body["lora_path"]
         self._adapters[name] = untied(await run_in_threadpool(with_merged, adapted))
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+        return Response(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:
         name = (await request.json())["lora_name"]
         if name not in self._adapters:
             return error(404, "NotFoundError", f"The lora adapter '{name}' cannot be found.")
         del self._adapters[name], self._adapters_from[name]
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+        return Response(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def sleep(self, request: Request) -> Response:
         level, mode = int(request.query_params.get("level", 1)), request.query_params.get("mode", "abort")
