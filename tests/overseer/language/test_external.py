@@ -30,7 +30,7 @@ from penstock.overseer.supervisor.messages import Identity, Membership, Peer
 from penstock.overseer.training import train
 from penstock.replay import RolloutStore
 from penstock.rundir import RunDirectory, read_metrics, read_status
-from penstock.types import ConfigError, Decoding, GenerationCall, MismatchError, RunFailed, WeightVersion
+from penstock.types import ConfigError, Decoding, GenerationCall, MismatchError, RunFailed, Stopped, WeightVersion
 from penstock.weights import open_broadcaster
 from tests.overseer.language.conftest import (
     HAS_VLLM,
@@ -151,6 +151,17 @@ def test_a_hung_server_is_named(engine_of, server, policy, monkeypatch):
     with pytest.raises(RunFailed, match=r"generate does not answer: ReadTimeout"):
         engine.watch()
     assert engine.server is None
+
+
+def test_a_server_that_is_asked_while_its_engine_stops_is_not_named(engine_of, server, policy, monkeypatch):
+    monkeypatch.setattr("penstock.overseer.language.external.WATCH_S", 0.0)
+    engine = engine_of(urls=[server.url])
+    engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
+    ask = engine._control.serves
+    monkeypatch.setattr(engine._control, "serves", lambda: engine.stop(LIMIT_S) or ask())
+    with pytest.raises(Stopped):
+        engine.watch()
+    assert failures(engine) == []
 
 
 @of_each

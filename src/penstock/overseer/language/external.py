@@ -138,8 +138,7 @@ class ExternalEngine:
         self._adapters: list[WeightVersion] = []
         self._base_answer: list[tuple[int, float]] = []  # of the server's base, which no version changes
         self._relaunches = False
-        self._tried = False
-        self._doubtful = False  # a load began, and did not end well
+        self._tried = self._doubtful = False  # doubtful: a load began, and did not end well
         self._wanted: _Weights | None = None
         self._served: WeightVersion | None = None
         self._failures: deque[float] = deque()
@@ -297,6 +296,8 @@ class ExternalEngine:
         Raises:
             RunFailed: that came too often.
         """
+        if self._stopping.is_set():  # which closes connections
+            raise Stopped("the engine was stopped") from failure
         self._announce(None)
         limits, now = self._run.overseer, time.monotonic()
         self._failures.append(now)
@@ -538,8 +539,7 @@ class ExternalEngine:
         self._asleep_since = None
         if self._process is not None:
             self._process.end(timeout_s)
-            self._process = None
-            self._doubtful = False
+            self._process, self._doubtful = None, False
             self._adapters, self._proof = [], ChecksumProof()
 
     def _written(self, version: WeightVersion, decoder: Decoder) -> _Weights:
