@@ -152,6 +152,7 @@ test-trackers: $(TRACKERS_STAMP)
 
 test-vllm: $(DEV_STAMP) $(VLLM_STAMP)
 	PENSTOCK_VLLM=$(CURDIR)/$(VLLM_VENV)/bin/vllm $(BIN)/pytest -m "slow or not slow" -rs \
+		tests/overseer/language/test_external.py tests/overseer/language/test_external_launched.py \
 		tests/overseer/language/test_vllm.py
 
 test-smollm2: $(SMOLLM2)/config.json $(DEV_STAMP) $(TORCH_STAMP)

@@ -125,14 +125,19 @@ def descendants(pid: int) -> Iterator[int]:
             yield from descendants(child)
 
 
-def server_of(pid: int, executable: str) -> int | None:
-    """The process that a run's server is: the child of the one that guards it, which has its words among its own."""
+def server_of(pid: int, word: str) -> int | None:
+    """The process that a run's server is: the child of the one that guards it, which has its words among its own.
+
+    Args:
+        pid: The run's, or that of whatever else started the server.
+        word: Of the server's command, such as its executable or port.
+    """
     for each in descendants(pid):
         try:
             words = Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if words[1:2] == [b"-c"] and executable.encode() in words:
+        if words[1:2] == [b"-c"] and word.encode() in words:
             return next(descendants(each), None)
     return None
 
@@ -147,7 +152,7 @@ def running_at(url: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def run(words: Sequence[str], folder: Path, kill_after: int, executable: str) -> Measured:
+def run(words: Sequence[str], folder: Path, kill_after: int) -> Measured:
     """Trains in a process of its own; kills its server as soon as it answers something, `kill_after` updates on.
 
     One that ended there before is read, and not made again.
@@ -168,7 +173,7 @@ def run(words: Sequence[str], folder: Path, kill_after: int, executable: str) ->
             limit = time.monotonic() + LIMIT_S
             while process.poll() is None and time.monotonic() < limit:
                 if kill_after and killed is None and _updates(folder)[kill_after - 1 :]:
-                    killed = _kill(process.pid, executable, folder)
+                    killed = kill_answering(process.pid, folder)
                 time.sleep(POLL_S)
         finally:
             if process.poll() is None:
@@ -196,12 +201,20 @@ def _updates(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read_metrics(path) if "train/loss" in line] if path.exists() else []
 
 
-def _kill(pid: int, executable: str, folder: Path) -> float | None:
-    """How many requests the server had that was killed; None where there is none yet, or it has none."""
+def kill_answering(pid: int, folder: Path) -> float | None:
+    """Kills a run's server with SIGKILL, if it answers something.
+
+    Args:
+        pid: Of the run.
+        folder: Its directory.
+
+    Returns:
+        How many requests it had; None where there is no server yet, or it has none.
+    """
     urls = [each["url"] for each in read_events(folder / "events.jsonl") if each["event"] == "external_engine"]
-    server = server_of(pid, executable)
     running = running_at(urls[-1]) if urls else 0.0
-    if server is None or not running:
+    server = server_of(pid, urls[-1].rpartition(":")[2]) if running else None
+    if server is None:
         return None
     os.kill(server, signal.SIGKILL)
     return running
@@ -313,11 +326,11 @@ def main(words: Sequence[str] | None = None) -> int:
             for weights in given.weights:
                 name, kill_after = f"vLLM, {weights}", 0 if seed else max(1, given.updates // 2)
                 words_of = [*asked, *through_vllm(given, weights)]
-                found = run(words_of, folder / f"{weights}-{seed}", kill_after, given.vllm)
+                found = run(words_of, folder / f"{weights}-{seed}", kill_after)
                 show(f"{name}, seed {seed}", found)
                 judge(marks, f"{name}, seed {seed}", found, given, bool(kill_after))
                 rewards.setdefault(name, []).append(found.reward)
-            builtin = run(asked, folder / f"builtin-{seed}", 0, given.vllm)
+            builtin = run(asked, folder / f"builtin-{seed}", 0)
             show(f"Penstock, seed {seed}", builtin)
             rewards.setdefault("Penstock", []).append(builtin.reward)
         ours = rewards.pop("Penstock")

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from penstock.inference import EngineConfig, HttpServer, InferenceEngine
@@ -33,14 +33,35 @@ from penstock.types import ConfigError, Decoding, EnvironmentFailure, PenstockEr
 STOP_S = 10.0
 WAIT_S = 60.0
 VERSION = "0.32.0"
+BUSY = "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
 PREFIX = "dp0:pp0:pcp0:tp0:"
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
          "up_proj": "gate_up_proj"}  # fmt: skip
+NO_JSON = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
+NO_DETAILS = {"prompt_tokens_details": None, "completion_tokens_details": None}
+NOT_ASKED_FOR = dict.fromkeys(
+    ("prompt_logprobs", "prompt_token_id_logprobs", "prompt_token_ids", "mm_placeholders", "metrics",
+     "kv_transfer_params", "ec_transfer_params")
+)  # fmt: skip
+UNSEEN = (
+    "Call to collective_rpc method failed: Worker failed with error 'Repo id must be in the form 'repo_name' or "
+    "'namespace/repo_name': '<path>'. Use `repo_type` argument if needed.', please check the stack trace above for the "
+    "root cause"
+)
 
 
 def error(status: int, kind: str, message: str, param: str | None = None) -> JSONResponse:
     body = {"error": {"message": message, "type": kind, "param": param, "code": status}}
     return JSONResponse(body, status_code=status)
+
+
+def _card(name: str, root: str, parent: str | None, room: int | None) -> dict[str, Any]:
+    may = {"create_engine": False, "sampling": True, "logprobs": True, "search_indices": False, "view": True,
+           "fine_tuning": False}  # fmt: skip
+    permission = {"id": "modelperm-1", "object": "model_permission", "created": 1, "organization": "*", "group": None}
+    permission |= {"is_blocking": False} | {f"allow_{what}": allowed for what, allowed in may.items()}
+    card = {"id": name, "object": "model", "created": 1, "owned_by": "vllm", "root": root, "parent": parent}
+    return card | {"max_model_len": room, "permission": [permission]}
 
 
 def checksums_of(tensors: dict[str, np.ndarray], blind: bool, salt: bytes = b"") -> dict[str, str]:
@@ -85,6 +106,7 @@ class FakeVllm:
     Attributes:
         kind: What a run calls such engines.
         path: Of its route for tokens.
+        proven: Share of the parameters that its checksums see.
         scale_out: Started with ``--enable-scale-out``.
         dev_mode: Started with ``VLLM_SERVER_DEV_MODE=1``.
         runtime_lora: Started with ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` and ``--enable-lora``.
@@ -96,6 +118,8 @@ class FakeVllm:
         died: See `dies_at`.
         blind: Its checksums see no matrix of a layer.
         stale: Tensors that a reload leaves as they were, by the end of their names.
+        unseen: It sees no directory that it is told to load: it says 500, its parameters have no values, and it is dead
+            from the first request on, unless it loads others before.
         old_head: The output matrix that it computes with stays the first one; the checksums say otherwise.
         reload_status: What a reload is answered with, whatever it did.
         name: Of its model.
@@ -111,6 +135,7 @@ class FakeVllm:
     """
 
     kind, path = "vllm", "/inference/v1/generate"
+    proven = 1.0
 
     def __init__(self, directory: Path, codec: Any, config: EngineConfig, model: str = "policy", **faults: Any) -> None:
         self.as_started()
@@ -132,7 +157,7 @@ class FakeVllm:
     def as_started(self) -> None:
         """No faults, no adapters, its own label; its weights stay."""
         self.scale_out = self.dev_mode = self.runtime_lora = True
-        self.raw = self.full = self.hung = self.blind = self.old_head = self.dead = False
+        self.raw = self.full = self.hung = self.blind = self.old_head = self.dead = self.unseen = self._empty = False
         self.ignores_label = self.ignores_adapter = self.asleep = self.locked = False
         self.name, self.room, self.salt = "policy", 64, b""
         self.dies_at, self.died = 0, ""
@@ -141,9 +166,20 @@ class FakeVllm:
         self.reload_status = 200
         self.counts: dict[str, int] = {}
         self._adapters: dict[str, Decoder] = {}
+        self._adapters_from: dict[str, str] = {}
         if hasattr(self, "engine"):
             self.engine.resume()
             self.rename_to("default")
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return self.server.url
+
+    @property
+    def paused(self) -> bool:
+        """Whether it computes nothing."""
+        return self.engine.paused
 
     @property
     def label(self) -> str:
@@ -205,28 +241,38 @@ class FakeVllm:
     async def models(self, _: Request) -> Response:
         if self.locked:
             return JSONResponse({"error": "Unauthorized"}, status_code=401)
-        card = {"id": self.name, "object": "model", "root": str(self._directory), "max_model_len": self.room}
-        adapters = [{"id": name, "object": "model", "parent": self.name} for name in self._adapters]
-        return JSONResponse({"object": "list", "data": [card, *adapters]})
+        cards = [_card(self.name, str(self._directory), None, self.room)]
+        cards += [_card(name, str(where), self.name, None) for name, where in self._adapters_from.items()]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def generate(self, request: Request) -> Response:
+        if "json" not in request.headers.get("content-type", ""):
+            return error(400, "Bad Request", NO_JSON)
         body = await request.json()
         if not self.scale_out:
             message = "This server was started without `--enable-scale-out`"
             return error(403, "PermissionDeniedError", message)
         while self.hung:
             await asyncio.sleep(0.01)
+        self.dead = self.dead or self._empty
         if self.dead:
-            return error(500, "InternalServerError", "EngineCore encountered an issue.")
+            message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+            return error(500, "InternalServerError", message)
         if self.full:
-            return error(503, "ServiceUnavailableError", "The request queue is full (max_num_queued_reqs=1)")
+            return error(503, "Service Unavailable", BUSY)
         named = body["model"]
         if named != self.name and named not in self._adapters:
             message = f"The model `{named}` does not exist. Valid aliases: {self.name}."
             return error(404, "NotFoundError", message, "model")
         if len(body["token_ids"]) >= self.room:
-            message = f"The decoder prompt (length {len(body['token_ids'])}) is longer than the maximum model length"
+            message = (
+                f"The decoder prompt (length {len(body['token_ids'])}) is longer than the maximum model length of "
+                f"{self.room}. Make sure that `max_model_len` is no smaller than the number of text tokens."
+            )
             return error(400, "BadRequestError", message)
+        unknown = [token for token in body["token_ids"] if token >= self._codec.vocab_size]
+        if unknown:
+            return error(400, "BadRequestError", f"Token id {unknown[0]} is out of vocabulary")
         if self.dies_at and self.counts["/inference/v1/generate"] >= self.dies_at and not Path(self.died).exists():
             Path(self.died).touch()
             self.engine.submit([_request(body)])
@@ -265,7 +311,7 @@ class FakeVllm:
         elif self.raw:
             logprobs = [each * sampling["temperature"] - 0.1 for each in logprobs]
         content = [
-            {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
+            (said := {"token_id": token, "logprob": logprob, "rank": 1}) | {"top_logprobs": [said]}
             for token, logprob in zip(completion.response_tokens.tolist(), logprobs, strict=True)
         ]
         choice = {
@@ -274,7 +320,10 @@ class FakeVllm:
             "token_ids": completion.response_tokens.tolist(), "logprobs": {"content": content},
             "weight_versions": spans,
         }  # fmt: skip
-        return {"request_id": "generate-tokens-1", "model": body["model"], "choices": [choice], "output_mode": "tokens"}
+        asked, sampled = len(body["token_ids"]), len(logprobs)
+        usage = {"prompt_tokens": asked, "total_tokens": asked + sampled, "completion_tokens": sampled} | NO_DETAILS
+        answer = {"request_id": "generate-tokens-1", "model": body["model"], "created": 1, "usage": usage}
+        return answer | NOT_ASKED_FOR | {"choices": [choice], "output_mode": "tokens"}
 
     def _spans(self, completion: Any) -> list[dict[str, Any]]:
         spans = list[dict[str, Any]]()
@@ -308,8 +357,10 @@ class FakeVllm:
         body = await request.json()
         assert body["method"] == "reload_weights", body
         path = Path(body["kwargs"]["weights_path"])
-        if not (path / "model.safetensors").is_file():
-            return error(500, "InternalServerError", f"Call to collective_rpc method failed: no {path}")
+        if self.unseen or not (path / "model.safetensors").is_file():
+            self._empty = True
+            return error(500, "InternalServerError", UNSEEN)
+        self._empty = False
         await run_in_threadpool(self._load, path)
         if self.reload_status != 200:
             kind = {400: "BadRequestError", 500: "InternalServerError"}[self.reload_status]
@@ -344,24 +395,33 @@ class FakeVllm:
     async def load_adapter(self, request: Request) -> Response:
         body = await request.json()
         if "lora_name" not in body:
-            return error(400, "Bad Request", "[{'type': 'missing', 'loc': ('body', 'lora_name')}]")
+            missing = [f"body.{name}" for name in ("lora_name", "lora_path")]
+            said = [
+                f"  {{'type': 'missing', 'loc': '{name}', 'msg': 'Field required', 'input': '<dict of 0 items>'}}"
+                for name in missing
+            ]
+            return error(400, "Bad Request", "\n".join(["2 validation errors:", *said]), missing[0])
         name = body["lora_name"]
         if name in self._adapters:
-            message = f"The lora adapter '{name}' has already been loaded."
+            message = (
+                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+                "'load_inplace' to True."
+            )
             return error(400, "InvalidUserInput", message)
         try:
             adapted = await run_in_threadpool(load_decoder, body["lora_path"], "float32", str(self._directory))
         except PenstockError as failure:
             return error(404, "NotFoundError", str(failure))
+        self._adapters_from[name] = body["lora_path"]
         self._adapters[name] = untied(await run_in_threadpool(with_merged, adapted))
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+        return Response(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:
         name = (await request.json())["lora_name"]
         if name not in self._adapters:
             return error(404, "NotFoundError", f"The lora adapter '{name}' cannot be found.")
-        del self._adapters[name]
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+        del self._adapters[name], self._adapters_from[name]
+        return Response(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def sleep(self, request: Request) -> Response:
         level, mode = int(request.query_params.get("level", 1)), request.query_params.get("mode", "abort")
@@ -422,6 +482,7 @@ def main() -> None:
     parser.add_argument("--served-model-name")
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--max-lora-rank", type=int, choices=[1, 8, 16, 32, 64, 128, 256, 320, 512])
     parser.add_argument("--enable-scale-out", action="store_true")
     parser.add_argument("--enable-sleep-mode", action="store_true")
     parser.add_argument("--logprobs-mode", default="raw_logprobs")

@@ -13,7 +13,7 @@ from penstock.replay import RolloutStore
 from penstock.rundir import RunDirectory, read_events, read_status
 from penstock.text import Tokenizer
 from tests.fakes.vllm_server import FakeVllm
-from tests.overseer.language.test_external import MODEL, SHAPES
+from tests.overseer.language.conftest import MODEL, SHAPES
 from tests.overseer.test_ray_training import QUICK, driver, updates
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(500)]

@@ -282,8 +282,9 @@ class ServerControl(ABC):
         return answer
 
     @final
-    def _refuse(self, answer: httpx.Response, path: str) -> None:
-        raise WeightsError(f"{self._url}{path} answered {answer.status_code}: {answer.text[:300]}")
+    def _refuse(self, answer: httpx.Response, path: str, remedy: str = "") -> None:
+        words = f"{self._url}{path} answered {answer.status_code}: {answer.text[:300]}"
+        raise WeightsError(f"{words}; {remedy}" if remedy else words)
 
     @final
     def _send(
@@ -354,7 +355,10 @@ class VllmControl(ServerControl):
     @override
     def load(self, directory: Path) -> None:
         asked = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
-        self._ask("POST", "/collective_rpc", self._change_s, asked)
+        answer = self._send("POST", "/collective_rpc", self._change_s, asked)
+        if answer.status_code != 200:
+            remedy = f"if it does not see {directory}, set inference.external.weights_dir to a folder that it sees"
+            self._refuse(answer, "/collective_rpc", remedy)
 
     @override
     def resume(self) -> None:

@@ -18,6 +18,9 @@ from penstock.types.errors import ConfigError
 from penstock.types.idle_keys import refuse_idle
 from penstock.weights.config import WeightsConfig
 
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM 0.32 takes for ``--max-lora-rank``, and nothing between."""
+
 
 class OverseerConfig(BaseModel):
     """How a run is watched and saved.
@@ -332,7 +335,8 @@ class RunConfig(BaseModel):
         if external.colocate:
             words.append("--enable-sleep-mode")
         if external.weights == "lora" and adapter is not None:
-            words += ["--enable-lora", "--max-loras", str(self.adapters_kept), "--max-lora-rank", str(adapter.rank)]
+            rank = next((rank for rank in VLLM_RANKS if rank >= adapter.rank), adapter.rank)
+            words += ["--enable-lora", "--max-loras", str(self.adapters_kept), "--max-lora-rank", str(rank)]
         return words
 
     @property

@@ -1,20 +1,20 @@
-"""The real vLLM: `make test-vllm` installs its CPU build and names its executable in PENSTOCK_VLLM."""
+"""What only the real vLLM shows, launched by a run; what it has in common with the fakes is in test_external.
+
+`make test-vllm` installs its CPU build and names its executable in PENSTOCK_VLLM.
+"""
 
 import json
-import os
-import re
-import signal
+import socket
+from contextlib import closing
 
 import httpx
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from benchmarks.chaos.invariants import books, violations
-from benchmarks.external import server_of
 
-from penstock.inference import RemoteContext, ServerPool
-from penstock.inference.external import dialect_of
-from penstock.inference.server_control import VllmControl
+from penstock.inference.external import key_of
+from penstock.inference.server_control import control_of
 from penstock.learner import Learner
 from penstock.learner.parity import differences_of, example_of
 from penstock.model.language import load_decoder, load_policy, named_arrays, save_decoder, with_named_arrays
@@ -22,18 +22,18 @@ from penstock.model.language.lora import LoraConfig
 from penstock.overseer.component import Settings
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.language.external import ExternalEngine
+from penstock.overseer.launch.process import GuardedProcess
 from penstock.overseer.supervisor.messages import Identity
 from penstock.overseer.training import train
 from penstock.replay import RolloutStore
-from penstock.rundir import RunDirectory, read_events, read_metrics, read_status
+from penstock.rundir import RunDirectory, read_events, read_status
 from penstock.text import Tokenizer
-from penstock.types import ConfigError, Decoding, MismatchError, RunFailed, WeightVersion
+from penstock.types import ConfigError, RunFailed, WeightVersion
+from tests.fakes.real_vllm import ENVIRONMENT, VLLM
+from tests.overseer.language.conftest import HAS_VLLM, updates_of
+from tests.waiting import wait_until
 
-VLLM = os.environ.get("PENSTOCK_VLLM", "")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not os.path.exists(VLLM), reason="PENSTOCK_VLLM names no vllm: make test-vllm installs it"),
-]
+pytestmark = HAS_VLLM
 LIMIT_S = 600.0
 MODEL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -45,7 +45,7 @@ MODEL = {
 @pytest.fixture
 def engine_of(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", ENVIRONMENT["VLLM_CPU_KVCACHE_SPACE"])
 
     def make(decoder, tokenizer, *words, **external):
         external = {"launch": [VLLM, "serve", "{model}", "--enforce-eager"]} | external
@@ -91,11 +91,7 @@ def test_versions_by_directory_are_what_the_learner_scores(engine_of):
     assert [event["event"] for event in events] == ["external_engine"]  # no failure, and no second start
 
 
-def raising(failure):
-    raise failure
-
-
-def test_adapters_by_name_are_what_the_learner_scores(engine_of, tmp_path, monkeypatch):
+def test_adapters_by_name_are_what_the_learner_scores(engine_of, tmp_path):
     config = load_config("cats", [f"model.init={json.dumps(MODEL)}"])
     tokenizer = Tokenizer.load(config.model.tokenizer_path)
     base = tmp_path / "base"
@@ -114,17 +110,11 @@ def test_adapters_by_name_are_what_the_learner_scores(engine_of, tmp_path, monke
         device = {name: jnp.asarray(each) for name, each in arrays.items()}
         assert apart(config, with_named_arrays(decoder, device), answers, step) < 1e-4
     assert [event["event"] for event in events] == ["external_engine"]
-    load, nothing = VllmControl.load_adapter, engine._wanted.directory.with_name("policy-0-0")
-    assert nothing.is_dir()
-    monkeypatch.setattr(VllmControl, "load_adapter", lambda self, version, directory: load(self, version, nothing))
-    monkeypatch.setattr(engine, "_leave", raising)
-    with pytest.raises(MismatchError, match="the adapter is not applied"):
-        engine.set_weights(WeightVersion(0, 3), arrays)
 
 
 @pytest.mark.parametrize("staleness", [0, 4])
 def test_a_run_knows_parity_and_digests_at_every_update(tmp_path, monkeypatch, staleness):
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", ENVIRONMENT["VLLM_CPU_KVCACHE_SPACE"])
     steps, external = 8, {"launch": [VLLM, "serve", "{model}", "--enforce-eager"]}
     config = load_config(
         "cats",
@@ -137,7 +127,7 @@ def test_a_run_knows_parity_and_digests_at_every_update(tmp_path, monkeypatch, s
     )  # fmt: skip
     run = tmp_path / "run"
     train(config, run_dir=run, quiet=True)
-    updates = [line for line in read_metrics(run / "metrics.jsonl") if "train/loss" in line]
+    updates = updates_of(run)
     assert len(updates) == steps
     for line in updates:
         assert line["train/parity_kl"] < 1e-8 and line["train/parity_unchecked"] == 0
@@ -147,54 +137,6 @@ def test_a_run_knows_parity_and_digests_at_every_update(tmp_path, monkeypatch, s
     ledger = read_status(run / "status.json")["ledger"]
     assert ledger["trained"] == steps * 8 and ledger["invalid"] == 0
     assert not [event for event in read_events(run / "events.jsonl") if event["event"] == "external_engine_failed"]
-
-
-def test_faults_are_named_and_healed(engine_of, monkeypatch):
-    """Of one server after the other: an unknown label, a hang, a death, an update that moves nothing; a full queue."""
-    monkeypatch.setattr("penstock.overseer.language.external.WATCH_S", 0.0)
-    config = load_config("cats", [f"model.init={json.dumps(MODEL)}"])
-    tokenizer = Tokenizer.load(config.model.tokenizer_path)
-    decoder = load_policy(config.model, 0, tokenizer)
-    words = [f"model.init={json.dumps(MODEL)}", "overseer.no_progress_s=40", "inference.max_slots=2"]
-    launch = [VLLM, "serve", "{model}", "--enforce-eager", "--max-num-queued-reqs", "4"]
-    engine, config, events = engine_of(decoder, tokenizer, *words, launch=launch)
-    arrays = [{n: np.asarray(each) * (1 + step) for n, each in named_arrays(decoder).items()} for step in range(2)]
-    engine.set_weights(WeightVersion(0, 0), arrays[0])
-
-    def named():
-        return [event["reason"] for event in events if event["event"] == "external_engine_failed"]
-
-    key = {"authorization": "Bearer a token of this run"}
-    renamed = {"new_version": "default"}
-    httpx.post(f"{engine.server.url}/update_weight_version", json=renamed, headers=key).raise_for_status()
-    engine.watch()
-    assert len(named()) == 1 and "called 'default'" in named()[0]
-    ended = "the server ended|does not answer: .*reset"  # the second if it was killed while it was asked
-    for number, said in ((signal.SIGSTOP, "does not answer: ReadTimeout"), (signal.SIGKILL, ended)):
-        before = len(named())
-        os.kill(server_of(os.getpid(), VLLM), number)
-        while len(named()) == before:  # the process is gone a moment after it was told
-            engine.watch()
-        assert re.search(said, named()[before])
-    load, old = VllmControl.load, engine._wanted.directory
-    monkeypatch.setattr(VllmControl, "load", lambda self, directory: load(self, old))
-    with monkeypatch.context() as once:
-        once.setattr(engine, "_leave", raising)
-        with pytest.raises(MismatchError, match="version 1 with other weights than it was given"):
-            engine.set_weights(WeightVersion(0, 1), arrays[1])
-    monkeypatch.setattr(VllmControl, "load", load)
-    engine.set_weights(WeightVersion(0, 1), arrays[1])
-
-    pool = ServerPool("a token of this run", request_timeout_s=LIMIT_S)
-    pool.dialect = dialect_of(config.inference)
-    try:
-        pool.set_servers([engine.server])
-        asked = RemoteContext(pool, tokenizer)
-        (answers,) = asked.generate([tokenizer.encode("Who purrs?")], 32, Decoding(max_output_tokens=16), [1])
-        refused = pool.metrics()["inference_client/refusals_total"]
-    finally:
-        pool.close()
-    assert len(answers) == 32 and {*answers[-1].weight_steps.tolist()} == {1} and refused
 
 
 def test_a_model_that_it_cannot_compute_is_refused_with_the_reason(engine_of):
@@ -218,3 +160,65 @@ def test_a_build_that_cannot_sleep_is_refused_with_its_own_words(engine_of):
     arrays = {name: np.asarray(each) for name, each in named_arrays(decoder).items()}
     with pytest.raises(RunFailed, match="Sleep mode is not supported on current platform"):
         engine.set_weights(WeightVersion(0, 0), arrays)
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """Starts servers as a user might, by their flags and environment alone; gives their URLs."""
+    started = []
+
+    def start(*flags, **environment):
+        with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+            port = listener.getsockname()[1]
+        words = [VLLM, "serve", str(tmp_path / "model"), "--enforce-eager", "--port", str(port), *flags]
+        process = GuardedProcess(words, {"VLLM_CPU_KVCACHE_SPACE": "1"} | environment, tmp_path / f"{port}.out")
+        started.append(process)
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: not process.alive or _healthy(url), "vllm serve", LIMIT_S)
+        assert process.alive, process.last_words()
+        return url
+
+    yield start
+    for process in started:
+        process.end(60.0)
+
+
+def _healthy(url):
+    try:
+        return httpx.get(f"{url}/health", timeout=5.0, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_what_a_server_lacks_is_refused_with_the_flag(bare, tmp_path):
+    """Of three servers: one started with nothing, one that gives tokens, and one whose numbers are right, too."""
+    config = load_config("cats", [f"model.init={json.dumps(MODEL)}"])
+    tokenizer = Tokenizer.load(config.model.tokenizer_path)
+    decoder = load_policy(config.model, 0, tokenizer)
+    base, key = tmp_path / "model", tmp_path / "key"
+    save_decoder(decoder, base, tokenizer)
+    key.write_text("a key")
+
+    def refused(said, url, *words, **external):
+        given = {"urls": [url], "model": str(base)} | external
+        asked = ["inference.engine=vllm", f"inference.external={json.dumps(given)}", f"model.init={json.dumps(MODEL)}"]
+        inference = load_config("cats", [*asked, *words]).inference
+        control = control_of(url, key_of(inference.external, ""), inference, LIMIT_S)
+        try:
+            with pytest.raises(ConfigError, match=said):
+                control.check()
+        finally:
+            control.close()
+
+    lora = ["model.init=null", f"model.path={base}", "model.lora={rank: 8}"]
+    short = ("--max-model-len", "64")
+    nothing = bare("--max-model-len", "32", VLLM_API_KEY="a key")
+    refused("give the file that holds it as external.api_key_file", nothing)
+    refused("start it with --served-model-name policy", nothing, model="policy", api_key_file=str(key))
+    refused("start it with --max-model-len 64", nothing, api_key_file=str(key))
+    few = "inference.max_seq_len=32"
+    refused("--enable-scale-out", nothing, few, "learner.row_length=64", api_key_file=str(key))
+    refused("--logprobs-mode processed_logprobs", bare("--enable-scale-out", *short))
+    numbers = bare("--enable-scale-out", "--logprobs-mode", "processed_logprobs", *short)
+    refused("VLLM_SERVER_DEV_MODE=1", numbers)
+    refused("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 .* --enable-lora", numbers, *lora, weights="lora")

@@ -138,7 +138,7 @@ class ExternalEngine:
         self._adapters: list[WeightVersion] = []
         self._base_answer: list[tuple[int, float]] = []  # of the server's base, which no version changes
         self._relaunches = False
-        self._tried = False
+        self._tried = self._doubtful = False  # doubtful: a load began, and did not end well
         self._wanted: _Weights | None = None
         self._served: WeightVersion | None = None
         self._failures: deque[float] = deque()
@@ -296,6 +296,8 @@ class ExternalEngine:
         Raises:
             RunFailed: that came too often.
         """
+        if self._stopping.is_set():  # which closes connections
+            raise Stopped("the engine was stopped") from failure
         self._announce(None)
         limits, now = self._run.overseer, time.monotonic()
         self._failures.append(now)
@@ -341,6 +343,8 @@ class ExternalEngine:
         try:
             if not self._config.launch and not control.healthy():
                 raise UnreachableError(f"{self._url} does not answer that it is healthy")
+            if self._doubtful:
+                self._have_it_load(control, weights.directory)
             control.disown()
             self._event("external_engine", server=str(self.identity), url=self._url, version=control.check())
         except BaseException:
@@ -355,10 +359,16 @@ class ExternalEngine:
         self.doing = f"loading version {weights.version.step}"
         self.progress += 1.0
         control.pause()
-        control.load(weights.directory)
+        self._have_it_load(control, weights.directory)
         self._prove(control, weights)
         control.name(weights.version)
         control.resume()
+
+    def _have_it_load(self, control: ServerControl, directory: Path) -> None:
+        """After a load that failed vLLM has parameters without values and dies of a request, so that it loads first."""
+        self._doubtful = True
+        control.load(directory)
+        self._doubtful = False
 
     def _prove(self, control: ServerControl, weights: _Weights) -> None:
         self._stats["inference/proven_bytewise"] = self._proof.judge(
@@ -398,7 +408,7 @@ class ExternalEngine:
         directory = self._place / "even"
         self._save(even, directory)
         control.pause()
-        control.load(directory)
+        self._have_it_load(control, directory)
         control.resume()
         shutil.rmtree(directory, ignore_errors=True)
         logprobs = [logprob for _, logprob in self._noted(control, self._config.model, 4)]
@@ -529,7 +539,7 @@ class ExternalEngine:
         self._asleep_since = None
         if self._process is not None:
             self._process.end(timeout_s)
-            self._process = None
+            self._process, self._doubtful = None, False
             self._adapters, self._proof = [], ChecksumProof()
 
     def _written(self, version: WeightVersion, decoder: Decoder) -> _Weights:
