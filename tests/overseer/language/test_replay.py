@@ -3,13 +3,15 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.overseer.component import Settings
-from penstock.overseer.language.replay import ReplayRole, owes_progress
+from penstock.overseer.language.replay import ReplayRole, arrived_examples, owes_progress
 from penstock.replay import RolloutStore, batch_to_buffer
 from penstock.rundir import RunDirectory
 from penstock.types import RolloutBatch, RolloutGroup, Ticket
@@ -27,6 +29,17 @@ LIMIT_S = 20.0
 def test_it_owes_progress_for_deliveries_and_for_files_that_are_due(waiting: Any, in_hand: int, owes: bool):
     names = ("rollout_storage/depth", "replay/overdue_groups")
     assert owes_progress(dict(zip(names, map(float, waiting), strict=True)), in_hand) is owes
+
+
+@pytest.mark.parametrize(("most", "taken"), [(1, 4), (2, 4), (5, 5)])
+def test_of_each_engine_as_many_arrivals_are_taken_as_asked_and_as_have_eight_tokens(most: int, taken: int):
+    """Each has two."""
+    arrived = [make_rollout(f"words-0-1/{i}", weight_step=3) for i in range(6)]
+    other = replace(arrived[0], metadata=replace(arrived[0].metadata, engines=("inference-1#0",)))
+    pool = SimpleNamespace(arrived_under=lambda step: [*arrived, other] if step == 3 else [])
+    found = arrived_examples(SimpleNamespace(pool=pool), 3, most)  # type: ignore[arg-type]
+    assert [engines for _, engines in found] == [("inference-0#0",)] * taken + [("inference-1#0",)]
+    assert arrived_examples(SimpleNamespace(pool=pool), 2, most) == []  # type: ignore[arg-type]
 
 
 @pytest.fixture
