@@ -128,7 +128,7 @@ def _programs(fault: str) -> model_runner.CompiledSteps:
         return faulty
 
     return model_runner.ONE_DEVICE._replace(
-        decode=jax.jit(traced(decoding.decode), static_argnames=("steps", "kernel"), donate_argnames="cache"),
+        decode=jax.jit(traced(decoding.decode), static_argnames=model_runner.HOW_DECODED, donate_argnames="cache"),
         prefill=jax.jit(traced(decoding.prefill), static_argnames="kernel"),
     )
 

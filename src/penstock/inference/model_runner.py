@@ -55,7 +55,7 @@ from penstock.model.language.attention_choice import AttentionKernel, Platform, 
 from penstock.model.programs import LazyPrograms, Programs, choose_cache, compile_programs, light_compilation
 from penstock.types import CompiledProgram, ConfigError
 
-_HOW_DECODED = ("steps", "kernel", "alternatives", "truncated")
+HOW_DECODED = ("steps", "kernel", "alternatives", "truncated")
 """Static arguments of `decode`."""
 
 
@@ -76,7 +76,7 @@ def _on_one_device(options: Any = None) -> CompiledSteps:
     jit = functools.partial(jax.jit, compiler_options=options)
     return CompiledSteps(
         create=jax.jit(create_cache, static_argnums=(0, 1, 2)),
-        decode=jit(decode, static_argnames=_HOW_DECODED, donate_argnames="cache"),
+        decode=jit(decode, static_argnames=HOW_DECODED, donate_argnames="cache"),
         prefill=jit(prefill, static_argnames="kernel"),
         extend=jit(extend, donate_argnames="cache"),
         insert=jit(insert, donate_argnames="cached"),
@@ -102,7 +102,7 @@ def split_programs(split: "ModelSplit") -> CompiledSteps:
     cache, whole = split.cache, split.whole
     return CompiledSteps(
         create=jax.jit(create_cache, static_argnums=(0, 1, 2), out_shardings=cache),
-        decode=jax.jit(decode, static_argnames=_HOW_DECODED, donate_argnames="cache", out_shardings=(cache, whole)),
+        decode=jax.jit(decode, static_argnames=HOW_DECODED, donate_argnames="cache", out_shardings=(cache, whole)),
         prefill=jax.jit(prefill, static_argnames="kernel", out_shardings=cache),
         extend=jax.jit(extend, donate_argnames="cache", out_shardings=cache),
         insert=jax.jit(insert, donate_argnames="cached", out_shardings=cache),
@@ -380,7 +380,7 @@ class ModelRunner:
     def _how(self, kernel: DecodeKernel, form: str = "{}") -> dict[str, Any]:
         """Static arguments of a program of decoding; all of them: what is left out is another key of JAX's."""
         told, truncated = self._told if form == _BESIDE else 0, self._config.always_truncates or form != "{}"
-        return dict(zip(_HOW_DECODED, (self._steps, kernel, told, truncated), strict=True))
+        return dict(zip(HOW_DECODED, (self._steps, kernel, told, truncated), strict=True))
 
     def score(
         self, weights: ServedWeights, cache: KVCache, tokens: np.ndarray, start: int, temperature: float
