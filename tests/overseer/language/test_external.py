@@ -260,7 +260,7 @@ def test_requests_that_run_go_on_with_the_next_version(engine_of, server, policy
 
     with ThreadPoolExecutor(3) as threads:
         asked = [threads.submit(ask) for _ in range(3)]
-        for step in range(1, 40):
+        for step in range(1, 120):
             engine.set_weights(WeightVersion(0, step), moved(policy[0], 0.01 * step))
             if failures(engine) or any(len(set(answer.weight_steps.tolist())) > 1 for answer in answers):
                 break

@@ -157,8 +157,9 @@ def test_a_server_killed_in_a_request_is_started_anew_and_the_run_keeps_its_book
     tmp_path, monkeypatch, lora, weights, launch
 ):
     """Killed with SIGKILL, while it answers."""
+    steps, sampling = 12, "curriculum.lessons.cats.sampling_params"
     config = configured(
-        *SHORT, "steps=6", "curriculum.lessons.cats.sampling_params.n_generations_per_prompt=4",
+        *SHORT, f"steps={steps}", f"{sampling}.n_generations_per_prompt=4", f"{sampling}.max_output_tokens=40",
         *(lora if weights == "lora" else []), urls=[], launch=launch, weights=weights,
     )  # fmt: skip
     run = tmp_path / "run"
@@ -171,8 +172,8 @@ def test_a_server_killed_in_a_request_is_started_anew_and_the_run_keeps_its_book
     (reason,) = [event["reason"] for event in events if event["event"] == "external_engine_failed"]
     assert "the server ended" in reason or "does not answer" in reason
     directory, status = RunDirectory(run), read_status(run / "status.json")
-    assert status["step"] == 6 and books(RolloutStore(directory).history()).closed
+    assert status["step"] == steps and books(RolloutStore(directory).history()).closed
     assert violations(directory) == []  # nothing was trained that no version of the run had sampled
-    assert status["ledger"]["trained"] >= 6 * 2 * 4 and status["ledger"]["invalid"] == 0
+    assert status["ledger"]["trained"] >= steps * 2 * 4 and status["ledger"]["invalid"] == 0
     assert all(line["replay/unverified"] == 0 for line in updates_of(run))
     assert max(line.get("train/parity_kl", 0.0) for line in updates_of(run)) < 1e-8
