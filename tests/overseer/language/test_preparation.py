@@ -112,6 +112,18 @@ class Cluster:
         return [Completion(p, RESPONSE[:4], off, steps, version[1], version[0], "", "stop") for p in prompts]
 
 
+def canaries_wait(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No canary is answered until it is set."""
+    answer, may_answer = cluster.answer, threading.Event()
+
+    def slow(name: str, method: str, *args: Any) -> Any:
+        assert method != "canary" or may_answer.wait(30)
+        return answer(name, method, *args)
+
+    monkeypatch.setattr(cluster, "answer", slow)
+    return may_answer
+
+
 def check_of(cluster: Cluster, **parity: Any) -> ParityCheck:
     from penstock.learner.config import ParityConfig
 
@@ -169,13 +181,7 @@ def test_of_short_answers_as_many_are_taken_as_are_evidence_and_nobody_is_asked(
 def test_a_canary_is_not_waited_for_where_its_version_sampled_enough_meanwhile(monkeypatch):
     cluster, learner = Cluster("inference-0"), Learner()
     learner.step, check = 3, check_of(cluster, wait_s=60.0)
-    answer, may_answer = cluster.answer, threading.Event()
-
-    def slow(name: str, method: str, *args: Any) -> Any:
-        assert method != "canary" or may_answer.wait(30)
-        return answer(name, method, *args)
-
-    monkeypatch.setattr(cluster, "answer", slow)
+    may_answer = canaries_wait(cluster, monkeypatch)
     check.begin(learner, TrainingBatch("id", 3, (example(2),), (), {}))  # type: ignore[arg-type]
     cluster.arrived = [(example(3), ("inference-0#0",))]
     learner.step += 1
@@ -214,13 +220,7 @@ def test_an_engine_may_take_as_long_as_the_update_did_and_the_wait_after_it(monk
 def test_an_engine_that_is_asked_for_the_first_time_may_compile_its_answer(monkeypatch):
     cluster, learner = Cluster("inference-0"), Learner()
     learner.step, check = 5, check_of(cluster, wait_s=0.01)
-    answer, may_answer = cluster.answer, threading.Event()
-
-    def slow(name: str, method: str, *args: Any) -> Any:
-        assert method != "canary" or may_answer.wait(30)
-        return answer(name, method, *args)
-
-    monkeypatch.setattr(cluster, "answer", slow)
+    may_answer = canaries_wait(cluster, monkeypatch)
     threading.Timer(0.3, may_answer.set).start()
     assert update(check, learner, example(4))["train/parity_checked"] == 8
     may_answer.clear()
