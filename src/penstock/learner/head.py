@@ -142,6 +142,7 @@ def _scored(hidden: Array, matrix: Array, labels: Array, temperature: Array) -> 
     totals = exponentials.sum(axis=-1)
     log_totals = highest + jnp.log(totals)
     label_scores = jnp.take_along_axis(scores, labels[:, None], axis=-1)[:, 0]
+    # By the products, which so outlive `exponentials`: in their place XLA would write those one by one on a CPU.
     entropy = log_totals - (exponentials * products).sum(axis=-1) / (totals * temperature)
     return _Scored(HeadOutputs(label_scores - log_totals, entropy), log_totals, scores, exponentials, totals)
 
