@@ -1,4 +1,7 @@
+import os
 import stat
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +15,26 @@ from penstock.model import programs
 from penstock.model.programs import LazyPrograms, choose_cache, compile_programs, light_compilation
 
 WAIT_S = 20.0
-CACHE_KEYS = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+CACHE_KEYS = (
+    "jax_compilation_cache_dir", "jax_enable_compilation_cache", "jax_persistent_cache_min_compile_time_secs"
+)  # fmt: skip
+KEPT = """
+import jax, jax.numpy as jnp
+from penstock.model import programs
+programs._WORTH_KEEPING_S = 0.0
+programs.choose_cache()
+heard = []
+jax.monitoring.register_event_listener(lambda event, **_: heard.append(event) if "cache_hits" in event else None)
+weights = jnp.linspace(-1, 1, 4096).reshape(64, 64)
+heard.clear()
+step = jax.jit(lambda w, x: (w - 0.1 * jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)), donate_argnums=0)
+program = step.lower(weights, weights).compile()
+print(heard)
+inputs = weights + 1
+for _ in range(20):
+    weights = program(weights, inputs)
+print(jax.device_get(weights).tobytes().hex())
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +44,15 @@ def cache_settings():
     for key, value in before.items():
         jax.config.update(key, value)
     programs.compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def kept_in(tmp_path, monkeypatch) -> Path:
+    """The user's folder of caches; nothing is configured otherwise."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", None)
+    return tmp_path
 
 
 @pytest.fixture
@@ -142,28 +173,67 @@ def test_a_program_is_compiled_lightly_in_float32_on_a_cpu_alone(monkeypatch, ja
     assert light_compilation("cpu", "bfloat16") is light_compilation("gpu", "float32") is None
 
 
-def test_compiled_programs_are_never_read_from_disk_on_a_cpu(tmp_path):
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    jax.config.update("jax_enable_compilation_cache", True)
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize("given", [None, "elsewhere"])
+def test_compiled_programs_are_kept_where_only_the_user_can_write(kept_in, monkeypatch, backend, given):
+    folder = kept_in / (given or "penstock/xla")
+    jax.config.update("jax_compilation_cache_dir", given and str(folder))
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    choose_cache()
+    chosen = Path(jax.config.values["jax_compilation_cache_dir"])
+    if backend == "gpu":
+        assert chosen == folder
+    else:
+        assert chosen.parent == folder and chosen.name.startswith("cpu-")
+    assert (given and backend == "gpu") or stat.S_IMODE(chosen.stat().st_mode) == 0o700
+    choose_cache()
+    assert Path(jax.config.values["jax_compilation_cache_dir"]) == chosen
+
+
+def test_each_kind_of_processor_and_number_of_threads_has_a_folder_of_its_own(monkeypatch, processors):
+    names = set[str]()
+    for count, threads in ((2, ""), (3, ""), (3, "1")):
+        processors(count)
+        monkeypatch.setenv("PJRT_NPROC", threads)
+        names.add(programs._processor.__wrapped__())
+    assert len(names) == 3
+
+
+def test_nothing_is_kept_where_that_was_turned_off(kept_in):
+    jax.config.update("jax_enable_compilation_cache", False)
+    choose_cache()
+    assert list(kept_in.iterdir()) == []
+
+
+def test_nothing_is_kept_where_the_folder_cannot_be_written(kept_in):
+    (kept_in / "penstock").write_text("no folder")
     choose_cache()
     assert not jax.config.values["jax_enable_compilation_cache"]
 
 
-@pytest.mark.parametrize("given", [None, "elsewhere"])
-def test_accelerators_keep_compiled_programs_where_only_the_user_can_write(tmp_path, monkeypatch, given):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    jax.config.update("jax_enable_compilation_cache", True)
-    jax.config.update("jax_compilation_cache_dir", given)
-    choose_cache()
-    folder = tmp_path / "penstock" / "xla"
-    assert jax.config.values["jax_compilation_cache_dir"] == (given or str(folder))
-    assert given or stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
+def test_a_processor_whose_programs_xla_refuses_keeps_none_and_is_asked_once(kept_in, monkeypatch):
+    asked = []
+
+    def refuse(*_: object) -> None:
+        asked.append(1)
+        raise jax.errors.JaxRuntimeError("INTERNAL: Target machine feature +prefer-no-gather is not supported")
+
+    monkeypatch.setattr(programs.serialize_executable, "deserialize_and_load", refuse)
+    for _ in range(2):
+        jax.config.update("jax_enable_compilation_cache", True)
+        choose_cache()
+        assert not jax.config.values["jax_enable_compilation_cache"]
+    assert asked == [1] and "prefer-no-gather" in next(kept_in.glob("penstock/xla/cpu-*/jaxlib-*")).read_text()
 
 
-def test_a_cache_that_was_turned_off_stays_off_on_accelerators(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    jax.config.update("jax_enable_compilation_cache", False)
-    choose_cache()
-    assert list(tmp_path.iterdir()) == []
+def test_another_process_takes_what_one_has_compiled_and_computes_the_same(tmp_path):
+    def run() -> str:
+        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "true"}
+        done = subprocess.run(
+            [sys.executable, "-c", KEPT], env=environment, capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        return done.stdout
+
+    (compiled, result), (taken, again) = run().splitlines(), run().splitlines()
+    assert (compiled, taken, result) == ("[]", "['/jax/compilation_cache/cache_hits']", again)

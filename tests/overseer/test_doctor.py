@@ -1,7 +1,6 @@
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -76,17 +75,6 @@ def test_the_table_shows_status_detail_and_remedy(capsys):
     shown = capsys.readouterr().out
     assert "warn" in shown and "→ close [other] programs" in shown
     assert "2 checks, 0 failed, 1 with a warning" in shown
-
-
-def test_a_cache_of_programs_is_warned_of_on_a_cpu(monkeypatch):
-    from penstock.overseer.doctor_probes import check_devices
-
-    assert check_devices().status in ("ok", "warn")
-    monkeypatch.setattr(
-        "jax.config", SimpleNamespace(values={**jax.config.values, "jax_compilation_cache_dir": "/somewhere"})
-    )
-    check = check_devices()
-    assert check.status == "warn" and "/somewhere" in check.detail and "JAX_COMPILATION_CACHE_DIR" in check.remedy
 
 
 @pytest.mark.attack
