@@ -190,6 +190,14 @@ def test_compiled_programs_are_kept_where_only_the_user_can_write(kept_in, monke
     assert Path(jax.config.values["jax_compilation_cache_dir"]) == chosen
 
 
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
+def test_a_folder_elsewhere_than_in_a_file_system_is_taken_as_it_is(kept_in, monkeypatch, backend):
+    jax.config.update("jax_compilation_cache_dir", "gs://bucket/programs")
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    choose_cache()
+    assert jax.config.values["jax_compilation_cache_dir"] == "gs://bucket/programs"
+
+
 def test_each_kind_of_processor_and_number_of_threads_has_a_folder_of_its_own(monkeypatch, processors):
     names = set[str]()
     for count, threads in ((2, ""), (3, ""), (3, "1")):

@@ -1,6 +1,7 @@
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -75,6 +76,15 @@ def test_the_table_shows_status_detail_and_remedy(capsys):
     shown = capsys.readouterr().out
     assert "warn" in shown and "→ close [other] programs" in shown
     assert "2 checks, 0 failed, 1 with a warning" in shown
+
+
+def test_where_compiled_programs_stay_is_told(monkeypatch, tmp_path):
+    from penstock.overseer.doctor_probes import check_devices
+
+    assert check_devices().detail.endswith("; compiled programs are not kept"), "in tests"
+    values = {**jax.config.values, "jax_enable_compilation_cache": True, "jax_compilation_cache_dir": "gs://programs"}
+    monkeypatch.setattr("jax.config", SimpleNamespace(values=values))
+    assert check_devices().detail.endswith("; compiled programs are kept in gs://programs")
 
 
 @pytest.mark.attack

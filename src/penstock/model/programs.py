@@ -237,14 +237,13 @@ def choose_cache() -> None:
     config = jax.config.values
     if not config["jax_enable_compilation_cache"]:
         return
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    given = config["jax_compilation_cache_dir"]
-    folder = Path(given) if given else Path(root) / "penstock" / "xla"
-    on_cpu = jax.default_backend() == "cpu"
-    if on_cpu and folder.name != _processor():
-        folder /= _processor()
-    if str(folder) == given:
+    given, on_cpu = config["jax_compilation_cache_dir"], jax.default_backend() == "cpu"
+    if given and (not on_cpu or "://" in given or Path(given).name == _processor()):
         return
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(given) if given else Path(root) / "penstock" / "xla"
+    if on_cpu:
+        folder /= _processor()
     change: dict[str, str | float] = {"jax_compilation_cache_dir": str(folder)}
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         change["jax_persistent_cache_min_compile_time_secs"] = _WORTH_KEEPING_S

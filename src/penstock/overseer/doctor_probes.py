@@ -22,7 +22,7 @@ from penstock.inference.serving import model_directory
 from penstock.learner import Learner, LearnerConfig
 from penstock.learner.parity import Parity, ParityMonitor, differences_of, example_of
 from penstock.model.language import Decoder, InitConfig, ModelConfig, load_policy
-from penstock.model.programs import compile_programs
+from penstock.model.programs import choose_cache, compile_programs
 from penstock.overseer.doctor import Check, DoctorConfig, free_memory_bytes
 from penstock.overseer.estimate import bytes_text, estimate_memory, model_shape
 from penstock.overseer.fitting.chips import copy_bytes, matrix_product_flops
@@ -37,13 +37,16 @@ _BUSY = "look for other busy processes; every number that a run prints suffers a
 
 
 def check_devices() -> Check:
-    """What JAX computes on."""
+    """What JAX computes on, and where programs that it compiled stay for the next start."""
     devices = jax.devices()
     names = ", ".join(sorted({device.device_kind for device in devices}))
     detail = f"{len(devices)} × {names} ({jax.default_backend()})"
     if jax.default_backend() == "cpu" and Path("/proc/driver/nvidia").exists():
         return Check("devices", "warn", f"{detail}, but this machine has an NVIDIA GPU", "pip install 'penstock[cuda]'")
-    return Check("devices", "ok", detail)
+    choose_cache()
+    kept = jax.config.values["jax_enable_compilation_cache"]
+    where = f"kept in {jax.config.values['jax_compilation_cache_dir']}" if kept else "not kept"
+    return Check("devices", "ok", f"{detail}; compiled programs are {where}")
 
 
 def check_matrix_product() -> Check:
