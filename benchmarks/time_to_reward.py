@@ -8,9 +8,10 @@ to each optimiser step, one step per batch, Adam with the same coefficients and 
 eight answers to each of the recipe's held-out problems for decisions; the first mean that is at the bar counts, it
 is not 0.8 since a policy that takes one of the four animals for another earns just that, for long. What is counted are
 the seconds from the start of the process until that is known, with the evaluations of both; Penstock's also has what it
-compares and the files that it writes. Neither evaluates before training. Seeds go in pairs, in turn; each run is in
-FOLDER's ``outcomes.jsonl`` and is not made again. The ratio is the geometric mean of TRL's seconds by Penstock's, with
-Student's 95% interval of its logarithm. Exits with 1 where a mark is missed.
+compares and the files that it writes. Neither evaluates before training. Penstock's compiled programs are kept in
+FOLDER, as a user's are: the first seed's run makes them. Seeds go in pairs, in turn; each run is in FOLDER's
+``outcomes.jsonl`` and is not made again. The ratio is the geometric mean of TRL's seconds by Penstock's, with Student's
+95% interval of its logarithm. Exits with 1 where a mark is missed.
 """
 
 import argparse
@@ -89,8 +90,8 @@ def penstock_run(cell: Timed, folder: Path) -> dict[str, Any]:
     shutil.rmtree(run_dir, ignore_errors=True)
     began, done = started(
         [sys.executable, "-m", "benchmarks.time_to_reward", "--child", json.dumps(cell), str(run_dir)],
-        LIMIT_S,
-    )
+        LIMIT_S, folder / "programs",
+    )  # fmt: skip
     if done.returncode != 0:
         raise RuntimeError(f"penstock's run failed: {last_line(done.stderr)}")
     rows = read_metrics(run_dir / "metrics.jsonl")
