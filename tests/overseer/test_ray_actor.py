@@ -94,7 +94,6 @@ def test_other_errors_are_cut_to_a_line():
     assert told.startswith("RaySystemError: ") and "one two one" in told and "\n" not in told and len(told) <= 220
 
 
-@pytest.mark.attack
 def test_a_cluster_that_does_not_say_where_an_actor_is_is_waited_for_within_the_limit(monkeypatch):
     import ray
 
