@@ -1,6 +1,14 @@
 """Ray's errors as people read them: one line that says what happened, whatever page Ray wrote."""
 
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
+
+from penstock.overseer.supervisor.messages import Identity, Reply
+from penstock.types import UnreachableError
 
 pytestmark = pytest.mark.ray
 
@@ -84,3 +92,34 @@ def test_other_errors_are_cut_to_a_line():
 
     told = in_one_line(RaySystemError("one\ntwo " * 100))
     assert told.startswith("RaySystemError: ") and "one two one" in told and "\n" not in told and len(told) <= 220
+
+
+def test_a_cluster_that_does_not_say_where_an_actor_is_is_waited_for_within_the_limit(monkeypatch):
+    import ray
+
+    from penstock.overseer.ray_actor import ActorCalls, ActorDefaults
+
+    asked, may_answer = [], threading.Event()
+
+    def get_actor(name: str, namespace: str) -> SimpleNamespace:
+        asked.append(name)
+        assert may_answer.wait(30)
+        if len(asked) == 1:
+            raise ValueError("it has lost its control service")
+        return SimpleNamespace(call=SimpleNamespace(remote=lambda sender, method, args: Reply(f"{method} by {sender}")))
+
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+    calls = ActorCalls(ActorDefaults("runs", "0" * 8, Path("logs")))
+    whom, sender = Identity("evaluator", 0, 1), Identity("learner", 0, 0)
+    started = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(UnreachableError, match="did not say within 0.1 s where evaluator-0#1 is"):
+            calls.reach(whom, sender, "evaluation_state", (), 0.1)
+    assert time.monotonic() - started < 20 and len(asked) == 1
+    may_answer.set()
+    with pytest.raises(UnreachableError, match="evaluator-0#1 is not there: ValueError: it has lost"):
+        calls.reach(whom, sender, "evaluation_state", (), 20.0)
+    for _ in range(2):  # looked for anew, and then known
+        assert calls.reach(whom, sender, "evaluation_state", (), 20.0).result() == "evaluation_state by learner-0#0"
+    assert asked == ["evaluator-0#1@00000000"] * 2

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -101,7 +102,7 @@ def test_one_that_answers_is_looked_at_until_the_launcher_is_closed():
 
 def test_a_run_whose_control_service_dies_says_so_keeps_its_last_version_and_leaves_nothing_behind(tmp_path: Path):
     run_dir = tmp_path / "run"
-    lose_the_control_service(run_dir, ["cats", *WORDS, f"--run-dir={run_dir}"], updates=5)
+    lose_the_control_service(run_dir, ["cats", *WORDS, f"--run-dir={run_dir}"], updates=5, replaced="evaluator-0")
     kept = newest(run_dir)  # a resumed run has not met everybody whom a checkpoint asks when it makes its first update
     lose_the_control_service(run_dir, ["--resume", str(run_dir)], updates=kept + 1)
     resumed = subprocess.run(
@@ -112,14 +113,24 @@ def test_a_run_whose_control_service_dies_says_so_keeps_its_last_version_and_lea
     assert violations(RunDirectory(run_dir)) == []
 
 
-def lose_the_control_service(run_dir: Path, words: list[str], updates: int) -> None:
-    """One life of the run: it loses its cluster at that update, and ends as it must."""
+def lose_the_control_service(run_dir: Path, words: list[str], updates: int, replaced: str = "") -> None:
+    """One life of the run: it loses its cluster at that update, and ends as it must.
+
+    Args:
+        run_dir: Where it is.
+        words: That it is begun with.
+        updates: How many there must have been.
+        replaced: A component whose first incarnation dies before that, and which nobody has asked since.
+    """
     out = run_dir.with_suffix(".out")
     with out.open("w") as file:
         run = subprocess.Popen([*TRAIN, *words], stdout=file, stderr=file, cwd=run_dir.parent)
     try:
         wait_until(lambda: trained(run_dir) >= updates or run.poll() is not None, f"update {updates}", LIMIT_S)
         assert run.poll() is None, out.read_text()
+        if replaced:
+            psutil.Process(component(run_dir, replaced)["pid"]).kill()
+            wait_until(lambda: is_up_again(component(run_dir, replaced)), f"another {replaced}", LIMIT_S)
         family, reached = psutil.Process(run.pid).children(recursive=True), trained(run_dir)
         next(child for child in family if child.name().startswith("gcs_server")).kill()
         assert run.wait(60) == 1, out.read_text()
@@ -135,6 +146,14 @@ def lose_the_control_service(run_dir: Path, words: list[str], updates: int) -> N
     assert newest(run_dir) >= reached >= updates, "the learner saved its last version"
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
+
+
+def component(run_dir: Path, name: str) -> dict[str, Any]:
+    return (read_status(run_dir / "status.json") or {}).get("components", {}).get(name, {})
+
+
+def is_up_again(told: dict[str, Any]) -> bool:
+    return told.get("incarnation") == 1 and told.get("state") == "running"
 
 
 def newest(run_dir: Path) -> int:

@@ -193,6 +193,29 @@ def test_an_evaluation_that_the_checkpoint_counts_as_done_is_in_its_curriculum(r
     assert asked == ["evaluation_state", "checkpoint_states", "save", "checkpoint_saved"]
 
 
+def test_an_evaluator_that_cannot_be_found_holds_a_checkpoint_up_for_seconds_and_goes_on_from_its_older_state(
+    role, monkeypatch
+):
+    waited, saved = [], []
+
+    def call(self, method, *args, timeout_s):
+        if method != "evaluation_state":
+            return {}
+        waited.append(timeout_s)
+        raise UnreachableError("the cluster did not say where evaluator-0 is")
+
+    monkeypatch.setattr(Replay, "call", call)
+    monkeypatch.setattr(
+        trainer, "save_checkpoint", lambda folder, step, learner, codec, states, *kept: saved.append(states)
+    )
+    begin(role)
+    role._evaluator_state = {"evaluated_step": 3}
+    role.save(0)
+    role.wait_until_saved()
+    assert [states["evaluator"] for states in saved] == [{"evaluated_step": 3}]
+    assert len(waited) == 1 and waited[0] <= 5, "of the 20 s that a run has which lost its cluster"
+
+
 class Writing:
     """A writer over a disk that the test opens and closes."""
 

@@ -5,7 +5,9 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from penstock.overseer.launch.host import ComponentHost, open_component_logs
 from penstock.overseer.launch.launcher import Factory
 from penstock.overseer.launch.process import Process, end_with_parent
 from penstock.overseer.supervisor.messages import Identity, Membership, Reply, Report
+from penstock.overseer.supervisor.stopping import in_background
 from penstock.types import UnreachableError
 
 RAY_ERRORS = (ray.exceptions.RayError, ConnectionError)
@@ -109,24 +112,29 @@ class ActorCalls:
     def __init__(self, life: ActorDefaults) -> None:
         self._life = life
         self._lock = threading.Lock()
-        self._actors: dict[Identity, Any] = {}
+        self._actors: dict[Identity, Future[Any]] = {}
 
     def reach(self, whom: Identity, sender: Identity, method: str, args: tuple[Any, ...], timeout_s: float) -> Reply:
         """Calls a method of another component's actor, and waits for its reply within the limit."""
-        return answer(self._actor(whom), whom, sender, method, args, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        actor = self._actor(whom, timeout_s)
+        return answer(actor, whom, sender, method, args, max(0.0, deadline - time.monotonic()))
 
-    def _actor(self, whom: Identity) -> Any:
+    def _actor(self, whom: Identity, timeout_s: float) -> Any:
+        """The first time the cluster is asked, in a thread: one that has lost its control service does not answer."""
         with self._lock:
             for old in [known for known in self._actors if known.name == whom.name and known != whom]:
                 del self._actors[old]
-            if whom in self._actors:
-                return self._actors[whom]
+            found = self._actors.get(whom)
+            if found is None or (found.done() and found.exception() is not None):
+                name = self._life.actor_name(whom), self._life.namespace
+                found = self._actors[whom] = in_background(lambda: ray.get_actor(*name))
         try:
-            actor = ray.get_actor(self._life.actor_name(whom), self._life.namespace)
+            return found.result(timeout_s)
+        except TimeoutError as error:
+            raise UnreachableError(f"the cluster did not say within {timeout_s:g} s where {whom} is") from error
         except (ValueError, *RAY_ERRORS) as error:
             raise UnreachableError(f"{whom} is not there: {in_one_line(error)}") from error
-        with self._lock:
-            return self._actors.setdefault(whom, actor)
 
 
 def answer(

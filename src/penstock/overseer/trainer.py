@@ -30,7 +30,10 @@ from penstock.weights import Broadcaster, open_broadcaster, trained_arrays
 ANNOUNCE_S = 5.0
 """Longest wait for replay before a first version is offered."""
 STATES_S = 120.0
-"""Longest wait for the other components' states at a checkpoint."""
+"""Longest wait for replay's states at a checkpoint."""
+EVALUATOR_S = 5.0
+"""And for the evaluator's, without which there is a checkpoint, too. A run that lost its cluster has 20 s for its last
+one, and cannot find an evaluator that it has not asked before."""
 
 
 @final
@@ -362,7 +365,7 @@ class LearnerComponent(ThreadedComponent[Any]):
             self.save(learner.step)
             self.wait_until_saved()
         else:
-            threading.Thread(target=self._meet_evaluator, name="meet-evaluator", daemon=True).start()
+            self._ask_evaluator()  # it answers then even where the cluster is lost before the first checkpoint
         self.publish(self._version(), self.arrays())  # replay must know what it is before anything of it arrives
         self._replay.call("admit", timeout_s=STATES_S)
         self._training = True
@@ -454,19 +457,16 @@ class LearnerComponent(ThreadedComponent[Any]):
 
     def _states(self, step: int) -> dict[str, Any]:
         """Of all components but the learner, as of its boundary before update `step`."""
-        try:  # before the others' states: an evaluation that counts as done is in the curriculum's state, too
-            self._evaluator_state = self.ctx.caller("evaluator-0").call("evaluation_state", timeout_s=STATES_S)
-        except UnreachableError:
-            pass  # it is being replaced, and will go on from this older state: an evaluation is made again
+        self._ask_evaluator()  # before the others: an evaluation that counts as done is in the curriculum's state, too
         return self._commits.checkpoint_states(step, STATES_S) | {
             "evaluator": self._evaluator_state,
             "run": {"lineage": self.settings.lineage, "results": self._results},
         }
 
-    def _meet_evaluator(self) -> None:
-        """The first call asks the cluster where it is, and may come too late for a last save without a cluster."""
-        with suppress(PenstockError):
-            self.ctx.caller("evaluator-0").call("evaluation_state", timeout_s=STATES_S)
+    def _ask_evaluator(self) -> None:
+        """One that does not answer will go on from its older state: an evaluation is made again."""
+        with suppress(UnreachableError):
+            self._evaluator_state = self.ctx.caller("evaluator-0").call("evaluation_state", timeout_s=EVALUATOR_S)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends the metrics of an update."""

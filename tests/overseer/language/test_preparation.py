@@ -129,7 +129,7 @@ def check_of(cluster: Cluster, **parity: Any) -> ParityCheck:
 
     learner = SimpleNamespace(parity=ParityConfig(**parity), row_length=64)
     config = SimpleNamespace(learner=learner, model=SimpleNamespace(dtype="float32"))
-    return ParityCheck(cluster, config, 2)  # type: ignore[arg-type]
+    return ParityCheck(cluster, config, 2, lambda: False)  # type: ignore[arg-type]
 
 
 def update(check: ParityCheck, learner: Learner, *examples: RLExample) -> dict[str, float]:
@@ -226,6 +226,33 @@ def test_an_engine_that_is_asked_for_the_first_time_may_compile_its_answer(monke
     may_answer.clear()
     assert update(check, learner, example(5))["train/parity_unchecked"] == 1  # now it has `wait_s`
     may_answer.set()
+
+
+def test_a_request_to_finish_ends_the_wait_for_an_engine_that_compiles_its_first_answer(monkeypatch):
+    cluster, learner, told = Cluster("inference-0"), Learner(), []
+    may_answer = canaries_wait(cluster, monkeypatch)
+    learner.step, check = 5, check_of(cluster)
+    config = SimpleNamespace(
+        learner=SimpleNamespace(parity=check._config, row_length=64),
+        model=SimpleNamespace(dtype="float32"),
+        inference=SimpleNamespace(external=None),
+    )
+    component = SimpleNamespace(
+        shared=object(), config=config, settings=SimpleNamespace(lineage=2), learner=learner, coming_batch=None,
+        finishing=False,
+    )  # fmt: skip
+    preparation = Preparation(cluster, component)  # type: ignore[arg-type]
+    preparation.before_update(TrainingBatch("id", 5, (example(4),), (), {}))
+    learner.step += 1
+    ending = threading.Thread(target=lambda: told.append(preparation.after_update()), daemon=True)
+    ending.start()
+    ending.join(0.2)
+    assert ending.is_alive()
+    component.finishing = True
+    ending.join(10)
+    assert [metrics["train/parity_unchecked"] for metrics in told] == [1], "the version can be saved"
+    may_answer.set()
+    preparation.close()
 
 
 def test_what_is_found_of_an_engine_that_tells_no_digests_stands_in_for_them():

@@ -10,7 +10,7 @@ packed forward pass; then every update is checked (`ParityCheck`). How far apart
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -26,6 +26,7 @@ from penstock.learner import Learner
 from penstock.learner.config import WarmStartConfig
 from penstock.learner.parity import LEAST_TOKENS, ParityMonitor, differences_of, example_of
 from penstock.model.language import Decoder
+from penstock.overseer.component import POLL_S
 from penstock.overseer.config import RunConfig
 from penstock.overseer.language.rollout import make_pool, reproducible, servers_of
 from penstock.overseer.launch.launcher import ComponentContext
@@ -101,10 +102,12 @@ class ParityCheck:
         ctx: The component's, which knows the engines.
         config: Of the run.
         lineage: Of this life of the run.
+        finishing: Whether the training was asked to end: no canary is waited for then.
     """
 
-    def __init__(self, ctx: ComponentContext, config: RunConfig, lineage: int) -> None:
+    def __init__(self, ctx: ComponentContext, config: RunConfig, lineage: int, finishing: Callable[[], bool]) -> None:
         self._ctx = ctx
+        self._finishing = finishing
         self._config = config.learner.parity
         self._row_length = config.learner.row_length
         self._lineage = lineage
@@ -169,7 +172,13 @@ class ParityCheck:
     def wait_for_canaries(self) -> None:
         """Returns when what was asked is answered, or its `wait_s` later."""
         if self._check is not None:
-            wait(self._check.canaries.values(), self._check.wait_s)
+            self._wait(self._check.canaries.values(), time.monotonic() + self._check.wait_s)
+
+    def _wait(self, canaries: Collection[Future[list[Completion]]], limit: float) -> None:
+        """A run that ends saves the version of this update, and may have little time for it."""
+        while not self._finishing() and (left := limit - time.monotonic()) > 0:
+            if not wait(canaries, min(left, POLL_S)).not_done:
+                return
 
     def close(self) -> None:
         """Asks nobody any more."""
@@ -202,8 +211,9 @@ class ParityCheck:
     def _answered(self, learner: Learner, check: _Check, name: str, limit: float) -> np.ndarray:
         if name not in check.canaries or (name not in check.lacking() and not check.canaries[name].done()):
             return np.zeros(0, np.float32)  # nobody was asked, or what arrived meanwhile is enough
+        self._wait([check.canaries[name]], limit)
         try:
-            done = check.canaries[name].result(max(0.0, limit - time.monotonic()))
+            done = check.canaries[name].result(0.0)
         except (TimeoutError, UnreachableError):
             done = []  # it is counted as unchecked
         return self._compare(learner, check, [example_of(each, 1.0) for each in done])
@@ -323,7 +333,7 @@ class Preparation:
         self._ctx = ctx
         self._component = component
         self._pool = make_pool(component.settings) if component.shared is None else None
-        self._parity = ParityCheck(ctx, component.config, component.settings.lineage)
+        self._parity = ParityCheck(ctx, component.config, component.settings.lineage, lambda: component.finishing)
 
     def on_view(self, view: Membership) -> None:
         """Follows the inference servers."""
