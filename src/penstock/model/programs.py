@@ -4,7 +4,7 @@ XLA compiles outside of Python's lock, so that as many programs compile at once 
 is told of each that is done: what moves is no standstill, however long the whole takes.
 
 *Compiled programs on disk.* They are kept in JAX's persistent compilation cache, with which a start on an accelerator
-comes down from minutes to seconds, and one on a CPU to half.
+comes down from minutes to seconds, and one on a CPU by a third.
 """
 
 import hashlib
