@@ -157,7 +157,7 @@ def test_a_server_killed_in_a_request_is_started_anew_and_the_run_keeps_its_book
     tmp_path, monkeypatch, lora, weights, launch
 ):
     """Killed with SIGKILL, while it answers."""
-    steps, sampling = 12, "curriculum.lessons.cats.sampling_params"
+    steps, sampling = 24, "curriculum.lessons.cats.sampling_params"
     config = configured(
         *SHORT, f"steps={steps}", f"{sampling}.n_generations_per_prompt=4", f"{sampling}.max_output_tokens=40",
         *(lora if weights == "lora" else []), urls=[], launch=launch, weights=weights,
