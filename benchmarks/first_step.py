@@ -7,9 +7,9 @@ parameters, 8 groups of 8 answers of 64 tokens after prompts of 16, at staleness
 `GRPOTrainer` on the same, in turn. The clock runs from before the process is started until the update is done: imports,
 a model of random weights, compilation, the first batch, the update. Penstock runs twice a round: once with no compiled
 programs on disk, and once again, with those that the first run kept. Programs are compiled beside other phases, too,
-and are listed where they were done.
-Neither evaluates the untrained policy. Beyond TRL, Penstock compares engine and learner, writes a checkpoint and keeps
-what was generated; all of that counts. Bytecode of what is imported is made before the first round.
+and are listed where they were done. Neither evaluates the untrained policy. Beyond TRL, Penstock compares engine and
+learner, writes a checkpoint and keeps what was generated; all of that counts. Bytecode of what is imported is made
+before the first round.
 
 `--trl-python` names the interpreter of an environment with `trl` and `torch`; without it that peer is skipped. Exits
 with 1 where the median of Penstock's first runs takes longer than TRL's.

@@ -249,11 +249,10 @@ def choose_cache() -> None:
         change["jax_persistent_cache_min_compile_time_secs"] = _WORTH_KEEPING_S
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what lies there is run
-        if on_cpu and not _reads_back(folder):
-            change = {"jax_enable_compilation_cache": False}
-    except OSError:
-        change = {"jax_enable_compilation_cache": False}
-    for name, value in change.items():
+        keeps = not on_cpu or _reads_back(folder)
+    except OSError:  # a run needs no cache; `penstock doctor` says that none is kept
+        keeps = False
+    for name, value in (change if keeps else {"jax_enable_compilation_cache": False}).items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()  # JAX decides once
 

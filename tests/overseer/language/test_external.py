@@ -533,7 +533,7 @@ def test_a_fault_is_named_within_one_version_and_nothing_unversioned_is_trained(
     run = tmp_path / "run"
     train(config, run_dir=run, quiet=True)
     assert len(named) == 1, named
-    ((reason, until_then),) = named
+    reason, until_then = named[0]
     assert re.search(said, reason) and until_then[-1] == WeightVersion(0, 2)
     assert {*announced} == {None, *(WeightVersion(0, step) for step in range(6))}
     directory, status = RunDirectory(run), read_status(run / "status.json")
