@@ -329,7 +329,8 @@ class ParityConfig(FrozenConfig, frozen=True):
         every: Updates between two checks.
         sequences: So many sequences that the learner's own version sampled are scored per check, and as many more as it
             takes for eight sampled tokens.
-        canary_prompts: Of an engine that gave none, so many prompts of the batch are answered anew.
+        canary_prompts: Of an engine that gave none, so many prompts of the batch are answered anew, and more where its
+            answers are so short that they would be no evidence.
         canary_tokens: Longest of those answers.
         wait_s: Longest wait for them once the update is made, a minute the first time that an engine is asked; one that
             has not answered then is unchecked.

@@ -178,6 +178,14 @@ def test_of_short_answers_as_many_are_taken_as_are_evidence_and_nobody_is_asked(
     assert len(cluster.asked) == 1  # of which two are too few
 
 
+@pytest.mark.parametrize(("answers", "asked"), [((3, 3, 3, 3), 3), ((1, 20, 20, 20, 1), 8), ((20,) * 4, 1)])
+def test_where_answers_are_short_as_many_are_asked_for_as_are_evidence(answers, asked):
+    cluster, learner = Cluster("inference-0"), Learner()
+    learner.step = 5
+    update(check_of(cluster), learner, *[example(4, response=length) for length in answers])
+    assert cluster.asked == [("inference-0", (2, 5), [2] * asked + [1 + max(answers)])]
+
+
 def test_a_canary_is_not_waited_for_where_its_version_sampled_enough_meanwhile(monkeypatch):
     cluster, learner = Cluster("inference-0"), Learner()
     learner.step, check = 3, check_of(cluster, wait_s=60.0)

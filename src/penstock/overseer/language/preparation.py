@@ -9,6 +9,8 @@ answers a few held-out prompts through the engine's cached, batched decode, and 
 packed forward pass; then every update is checked (`ParityCheck`). How far apart they may be: `penstock.learner.parity`.
 """
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -246,12 +248,20 @@ class ParityCheck:
         return self._ctx.caller(name).call("canary", *asked, timeout_s=limit_s + CALL_S)
 
     def _prompts(self, examples: Sequence[RLExample]) -> list[np.ndarray]:
-        """Prompts of the batch, different ones as far as there are, and a context as long as its longest sequence."""
-        prompts = {example.tokens[: int(example.loss_mask.argmax())].tobytes(): example for example in examples}
-        chosen = list(prompts.values())[: self._config.canary_prompts]
+        """Prompts of the batch, different ones as far as there are, and a context as long as its longest sequence.
+
+        More than `canary_prompts` where so few answers of the batch would be no evidence; then a prompt comes again.
+        """
+        begins = [int(example.loss_mask.argmax()) for example in examples]
+        prompts = {example.tokens[:begin].tobytes(): example for example, begin in zip(examples, begins, strict=True)}
+        lengths = [np.append(e.loss_mask[begin:], False).argmin() for e, begin in zip(examples, begins, strict=True)]
+        short = np.clip(np.quantile(lengths, 0.25), 1, self._config.canary_tokens)  # of first answers
+        least = math.ceil(LEAST_TOKENS / short)
+        count = max(least, min(len(prompts), self._config.canary_prompts))
         longest = max((sample.tokens for example in examples for sample in samples_of(example)), key=len)
         context = longest[: max(1, min(len(longest) - 1, self._row_length - self._config.canary_tokens))]
         room = self._row_length - self._config.canary_tokens
+        chosen = itertools.islice(itertools.cycle(prompts.values()), count)
         starts = [example.tokens[: int(example.loss_mask.argmax())][-room:] for example in chosen]
         return [np.ascontiguousarray(tokens, np.int32) for tokens in [*starts, context]]
 
