@@ -1,11 +1,15 @@
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from penstock.overseer.supervision import ThreadGroup, Watchdog, abort_when_hung
 from penstock.types import NoProgressError
+from tests.waiting import wait_until
 
 
 def test_the_first_failure_of_any_thread_is_raised_unchanged():
@@ -52,6 +56,36 @@ def test_silence_past_the_limit_names_who_owes_progress_and_dumps_every_stack(tm
     with pytest.raises(NoProgressError, match=r"10 s \(overseer.no_progress_s\): rollout-worker-0 owes a batch"):
         watchdog.check()
     assert "test_silence_past_the_limit" in stacks.read_text()
+
+
+def test_time_in_which_the_process_was_stopped_is_no_silence(tmp_path):
+    now = [0.0]
+    watchdog = Watchdog(30.0, lambda: {}, lambda: "a batch", tmp_path / "stacks.txt", lambda: now[0])
+    for now[0] in (0.0, 9.0, 18.0, 5000.0, 5009.0, 5011.0):
+        watchdog.check()
+    now[0] = 5012.1
+    with pytest.raises(NoProgressError, match="nothing moved for 30 s"):
+        watchdog.check()
+
+
+def test_ctrl_z_stops_a_process_for_longer_than_its_last_resort_waits(tmp_path):
+    program = (
+        "import sys, time; from pathlib import Path; from penstock.overseer.supervision import abort_when_hung\n"
+        "with abort_when_hung(1.0, Path(sys.argv[1])) as alive:\n"
+        "    before = now = time.monotonic()\n"
+        "    print('runs', flush=True)\n"
+        "    while now - before < 1.5:  # until it was stopped for so long\n"
+        "        alive(); time.sleep(0.01); before, now = now, time.monotonic()\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "stacks.txt")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, process_group=0) as run:
+        assert run.stdout is not None and run.stdout.readline() == b"runs\n"
+        run.send_signal(signal.SIGTSTP)
+        wait_until(lambda: os.WIFSTOPPED(os.waitpid(run.pid, os.WUNTRACED | os.WNOHANG)[1]))
+        time.sleep(2.0)  # longer than the alarm would have let it live
+        run.send_signal(signal.SIGCONT)
+        assert run.wait(60) == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_abort_when_hung_ends_a_process_whose_supervisor_hangs(tmp_path):

@@ -7,7 +7,8 @@ of any Python thread.
 
 `Overseer` has a run in a thread of its own. The main thread only supervises: it raises the first failure of any thread,
 runs the watchdog, writes status.json, draws the view, and hears Ctrl-C, SIGTERM and SIGHUP. A stop request ends the run
-at the next update boundary with a checkpoint; a second one ends the process.
+at the next update boundary with a checkpoint; a second one ends the process. Ctrl-Z stops it like any process,
+for as long as one likes.
 """
 
 import faulthandler
@@ -96,8 +97,12 @@ class ThreadGroup:
         return [name for name, thread in chosen.items() if thread.is_alive()]
 
 
+UNWATCHED_S = 10.0
+"""Between two looks of a watchdog; when it took longer, the process stood still."""
+
+
 class Watchdog:
-    """Raises when nothing has moved for `limit_s`.
+    """Raises when nothing has moved for `limit_s`; time in which the whole process was stopped is left out.
 
     Args:
         limit_s: Longest silence.
@@ -121,7 +126,7 @@ class Watchdog:
         self._stacks_path = stacks_path
         self._clock = clock
         self._seen: dict[str, float] = {}
-        self._moved = clock()
+        self._moved = self._looked = clock()
 
     def check(self) -> None:
         """Looks once.
@@ -130,6 +135,9 @@ class Watchdog:
             NoProgressError: nothing moved for longer than the limit.
         """
         now, counters = self._clock(), self._progress()
+        if now - self._looked > UNWATCHED_S:
+            self._moved += now - self._looked
+        self._looked = now
         if counters != self._seen:
             self._seen, self._moved = counters, now
         elif now - self._moved > self._limit_s:
@@ -147,16 +155,32 @@ LAST_RESORT_S = 60.0
 
 @contextmanager
 def abort_when_hung(limit_s: float, stacks_path: Path) -> Iterator[Callable[[], None]]:
-    """Gives a function to call often; when it is not called for `limit_s`, the process ends with exit code 1."""
+    """Gives a function to call often; when it is not called for `limit_s`, the process ends with exit code 1.
+
+    Nobody waits while Ctrl-Z has it stopped; of SIGSTOP for longer than that it cannot know.
+    """
     with open(stacks_path, "w", opener=open_unlinked) as stacks:
 
         def alive() -> None:
             faulthandler.dump_traceback_later(limit_s, exit=True, file=stacks)
 
+        def stop(number: int, frame: object) -> None:
+            faulthandler.cancel_dump_traceback_later()
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)  # SIGCONT goes on here
+            signal.signal(number, stop)
+            alive()
+
+        main = threading.current_thread() is threading.main_thread()
+        heard = main and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL
         alive()
+        if heard:
+            signal.signal(signal.SIGTSTP, stop)
         try:
             yield alive
         finally:
+            if heard:
+                signal.signal(signal.SIGTSTP, signal.SIG_DFL)
             faulthandler.cancel_dump_traceback_later()
     with suppress(FileNotFoundError):  # somebody deleted the run directory
         if stacks_path.stat().st_size == 0:
