@@ -61,6 +61,12 @@ def test_a_run_that_ended_stays_what_it_was(tmp_path, state):
     assert (status.state, status.why, status.alive) == (state, "", False)
 
 
+def test_a_failed_run_says_its_error_without_control_characters(tmp_path):
+    status = look(run_of(tmp_path, state="failed", failure="no room:\x1b[2J make room"), lives=False)
+    assert (status.state, status.why, status.alive) == ("failed", "no room:\\x1b[2J make room", False)
+    assert look(run_of(tmp_path, state="finished", failure="of a life before")).why == ""
+
+
 def test_before_the_first_status_a_run_is_starting_for_a_while(tmp_path):
     path = run_of(tmp_path)
     made = (path / "config.yaml").stat().st_mtime

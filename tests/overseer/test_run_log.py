@@ -21,6 +21,13 @@ def test_a_death_of_a_component_is_one_line(tmp_path):
     assert (event["event"], event["component"], event["incarnation"]) == ("component_death", "rollout-1", 0)
 
 
+def test_a_full_disk_is_told_while_the_run_waits_for_room(tmp_path):
+    log = _log(tmp_path / "run")
+    log.event("disk_full", reason="no room on the disk for 6 s: [Errno 28] No space left on device: 'step-50'")
+    log.close()
+    assert list(log.progress.notes) == ["no room on the disk for 6 s: [Errno 28] No space left on device: 'step-50'"]
+
+
 def test_compilation_is_shown_until_the_last_program(tmp_path):
     log = _log(tmp_path / "run")
 

@@ -14,6 +14,7 @@ import safetensors.numpy
 import yaml
 from rich.console import Console
 
+from penstock.dashboard import read_run_status
 from penstock.overseer import RunConfig, print_summary, train
 from penstock.overseer.config_loading import build_config
 from penstock.overseer.rerun.replay import replay_updates
@@ -303,6 +304,7 @@ def test_a_failing_environment_leaves_a_checkpoint_of_the_last_update(run_dir: P
         train(config, run_dir, quiet=True)
     status = read_status(run_dir / "status.json")
     assert status["state"] == "failed"
+    assert "the verifier went away" in read_run_status(run_dir).why
     assert 0 < status["step"] < 50
     assert (run_dir / "checkpoints" / f"step-{status['step']}").is_dir()
 

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from penstock.rundir import RunDirectory, read_status
 from penstock.rundir.logs import to_json
-from penstock.text.safe_text import shortened
+from penstock.text.safe_text import printable, shortened
 from penstock.types import RunDirectoryError
 
 STATUS_S = 2.0
@@ -40,7 +40,7 @@ class RunStatus:
     Attributes:
         path: The run directory.
         state: `starting`, `running`, `finished`, `stopped`, `failed` or `dead`.
-        why: For a dead run: what tells so; empty otherwise.
+        why: For a dead run: what tells so, and for a failed one its error; empty otherwise.
         age_s: Of status.json; None before the first.
         runtime: `local` or `ray`.
         content: What status.json says.
@@ -95,7 +95,10 @@ def read_run_status(
     state, why = str(content.get("state", "running")), ""
     if state == "running":
         why = _why_dead(content, age_s, _limit_s(config, path), process_lives or _process_lives)
-    return RunStatus(path, "dead" if why else state, why, age_s, runtime, content)
+        state = "dead" if why else state
+    elif state == "failed":
+        why = printable(_text(content.get("failure"), ""))
+    return RunStatus(path, state, why, age_s, runtime, content)
 
 
 def components(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

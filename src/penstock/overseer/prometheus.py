@@ -30,13 +30,14 @@ from penstock.tracking import PrometheusConfig
 from penstock.types import ConfigError
 
 LABELS_AT_THE_END = {
-    "time/idle": "role", "train/fragments": "lesson", "train/learning_rate": "pattern",
-    "train/parity_kl": "component", "weights/lag": "component",
+    "inference_client/outstanding_tokens": "component", "time/idle": "role", "train/fragments": "lesson",
+    "train/learning_rate": "pattern", "train/parity_kl": "component", "weights/lag": "component",
 }  # fmt: skip
 """Of names with a third part that names no number."""
 STATES = ("in_flight", "waiting")
 """Of the ledger, what is no fate: rollouts leave it again."""
 LEDGER = "replay/ledger/"
+"""Numbers that ``rollouts_total`` and ``rollouts_now`` have already."""
 STOP_S = 1.0
 
 
@@ -88,7 +89,7 @@ class PrometheusEndpoint:
         """
         self._server.raise_if_failed()
         with self._lock:
-            self._numbers |= {name: value for name, value in metrics.items() if not name.startswith(LEDGER)}
+            self._numbers |= metrics
             if "train/loss" in metrics:
                 self._updated = time.time()
 
@@ -114,7 +115,8 @@ class PrometheusEndpoint:
         if updated:
             kept.add("last_update_time_seconds", updated)
         for name, value in numbers.items():
-            kept.add(*_named(name, value))
+            if not name.startswith(LEDGER):
+                kept.add(*_named(name, value))
         _add_status(kept, status)
         return kept.sorted()
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 SHOWN_EVENTS = frozenset(
     {
-        "component_death", "data_changed", "files_damaged", "evaluation_failed", "files_missing", "goal_reached",
-        "graduated", "group_failed", "isolation", "memory_freed", "prometheus", "regressed", "rewind",
+        "component_death", "data_changed", "disk_full", "files_damaged", "evaluation_failed", "files_missing",
+        "goal_reached", "graduated", "group_failed", "isolation", "memory_freed", "prometheus", "regressed", "rewind",
         "rollouts_quarantined", "scale_refused", "solutions_too_long", "started_anew", "straggler", "tracker_failed",
         "unlocked",
     }
@@ -176,6 +176,8 @@ def _endpoint(config: "RunConfig | FleetRunConfig", directory: RunDirectory) -> 
 def _in_words(kind: str, fields: Mapping[str, Any]) -> str:
     if kind == "component_death":
         return " ".join(f"{fields['component']} died: {fields['reason']}".split())
+    if kind == "disk_full":
+        return " ".join(str(fields["reason"]).split())
     if kind == "isolation":
         given = ", ".join(fields["objects"])
         return f"isolation: none for what was given as a Python object ({given}): it runs in this process"

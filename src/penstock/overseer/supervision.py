@@ -27,6 +27,7 @@ from penstock.rundir import RunDirectory
 from penstock.rundir.logs import open_unlinked
 from penstock.rundir.storage import is_full_disk
 from penstock.types import NoProgressError, RunFailed
+from penstock.types.errors import shortened
 
 if TYPE_CHECKING:
     from penstock.overseer.config import OverseerConfig
@@ -198,6 +199,8 @@ def _imports_kept() -> Iterator[None]:
 
 
 SUPERVISION_S = 0.2
+MOST_CHARS_OF_FAILURE = 1_000
+"""In status.json, which has only the room that is kept for it where the disk is full."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -269,7 +272,7 @@ class Overseer:
             self._crew.join(self._run.stop_limit_s)
         finally:
             with suppress(RunFailed):  # the directory is gone, which is told by whoever failed
-                self._write_status("failed")
+                self._write_status("failed", failure=shortened(str(error), MOST_CHARS_OF_FAILURE))
 
     def _supervise(self, stacks_path: Path, alive: Callable[[], None]) -> None:
         watchdog = Watchdog(self._config.no_progress_s, self._run.counters, self._run.stalled_components, stacks_path)
@@ -288,11 +291,11 @@ class Overseer:
         self._crew.raise_if_failed()
         self._view.tick()
 
-    def _write_status(self, state: str) -> None:
+    def _write_status(self, state: str, **more: str) -> None:
         """One may be left out where the disk is full, and has been since before room could be kept: others follow."""
         self._directory.check_is_there()
         told = {"state": state, "time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
-        status = told | self._run.status()
+        status = told | more | self._run.status()
         self._log.status(status)
         try:
             self._directory.write_status(status)

@@ -1,5 +1,8 @@
 """Unknown keys of other libraries lead to ours; where there is none, that is said."""
 
+import re
+from pathlib import Path
+
 import pytest
 from pydantic import BaseModel
 
@@ -95,6 +98,13 @@ def test_a_name_of_another_library_in_a_language_run(override, message):
 )
 def test_the_same_names_lead_elsewhere_in_a_run_of_simulators(override, message):
     assert refused("cartpole", override) == message
+
+
+def test_the_examples_of_the_command_lines_page_are_answered_as_it_says():
+    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text("utf-8")
+    shown = re.findall(r"^\$ penstock train cats (\S+)\npenstock: cats: unknown key (.+)$", page, re.MULTILINE)
+    assert len(shown) == 2
+    assert [refused("cats", override) for override, _ in shown] == [message for _, message in shown]
 
 
 def test_a_misspelt_section_is_named_and_not_what_stands_in_it():
