@@ -78,7 +78,13 @@ def test_a_group_that_was_cut_altogether_or_down_to_one_sort_of_reward(make):
     filters, kept, left = judged(make([1, 1, 0], cut=[2]), filter_overlong="mask", filter_zero_variance=True)
     assert kept is None and left["the group's valid rewards are all equal"] == ["lesson-0-0/0", "lesson-0-0/1"]
     assert filters.counts == {"overlong": 1, "zero_variance": 2}
-    assert "all rewards were equal; answers were cut" in filters.describe()[0]
+    cause, remedy = filters.describe()
+    assert cause == "all rewards of a group were equal (2 rollouts); answers were cut (1 rollouts)"
+    assert remedy.startswith("make rewards differ (") and remedy.endswith(
+        "leave out replay.batch_maker.filter_overlong"
+    )
+    filters, _, _ = judged(make([0, 1], cut=[0, 1]), filter_overlong="mask", filter_zero_variance=True)
+    assert "rewards" not in " ".join(filters.describe())
     _, kept, _ = judged(make([1, 0], cut=[1]), filter_overlong="mask")
     assert rloo(kept).tolist() == [0.0]  # alone, and without an advantage
 

@@ -105,6 +105,8 @@ def test_many_layers_of_dependencies_are_checked_quickly():
             {"a": lesson(sampling_params={"max_output_tokens": 0})},
             ("lessons", "a", "sampling_params", "max_output_tokens"),
         ),
+        ({"a": lesson(sampling_params={"stop_tokens": ["x", ""]})}, ("lessons", "a", "sampling_params", "stop_tokens")),
+        ({"a": lesson(sampling_params={"stop_tokens": [-5]})}, ("lessons", "a", "sampling_params", "stop_tokens")),
         ({"a": 3}, ("lessons", "a")),
         (3, ("lessons",)),
     ],

@@ -68,6 +68,10 @@ def test_an_empty_run_has_one_helpful_line(tmp_path, printed):
     with RunViews(directory.path) as views:
         lines = printed(lambda console: print_groups(views, GroupFilter(), None, console), width=300).splitlines()
     assert lines[1:] == ["No rollouts yet: the run has started no group so far."]
+    offline = RunDirectory.create(tmp_path / "offline", {"replay": {"from_rollouts": "runs/cats-1"}})
+    with RunViews(offline.path) as views:
+        text = printed(lambda console: print_groups(views, GroupFilter(), None, console), width=300)
+    assert text.splitlines()[1:] == ["No rollouts of its own: the run trains on those of runs/cats-1."]
     tickets = JsonLinesLog(directory.tickets_path)
     tickets.append({"ticket_id": "cats-0-0", "rollouts": 4})
     tickets.close()

@@ -201,7 +201,8 @@ def test_without_an_answer_column(tmp_path, make):
             r"'\{query\}' does not fit row 1 of .*: KeyError\('query'\); its columns are question, answer",
         ),
         ({"eval_fraction": 1.5}, "eval_fraction is 1.5: it takes a number between 0 and 1"),
-        ({"reward_processes": 0}, "reward_processes and env_args.reward_timeout_s must be positive"),
+        ({"reward_processes": 0}, "env_args.reward_processes is 0: it must be at least 1"),
+        ({"reward_timeout_s": 0}, "env_args.reward_timeout_s is 0: it must be more than 0"),
         (
             {"reward": "penstock.environments.rewards.final_anser"},
             r"has no 'final_anser' \(did you mean 'final_answer'\?\)",

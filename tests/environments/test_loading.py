@@ -36,6 +36,7 @@ def test_loads_with_arguments():
             r"has no 'CatEnvironment' \(did you mean 'CatsEnvironment'\?\)",
         ),
         ("CatsEnvironment", {}, "is not a path: write package.module.Name"),
+        ("my_tasks.py", {}, r"'my_tasks.py' is a file, and says nothing of it: write my_tasks.py:Name"),
         ("penstock.environments.cats.EVAL_FRACTION", {}, "is not a subclass of penstock.environments.Environment"),
         (
             "penstock.environments.SingleTurnEnvironment",

@@ -1,6 +1,8 @@
 """Reading JSONL and Parquet."""
 
+import codecs
 import json
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -25,6 +27,9 @@ def test_jsonl_and_parquet_hold_the_same_rows(tmp_path):
     assert read_rows([jsonl, parquet], "path") == ROWS * 2
     assert read_rows(str(tmp_path / "*.jsonl"), "path") == ROWS
     assert read_rows(f"file://{jsonl}", "path") == ROWS
+    marked = tmp_path / "marked.jsonl"
+    marked.write_bytes(codecs.BOM_UTF8 + Path(jsonl).read_bytes())
+    assert read_rows(str(marked), "path") == ROWS
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,8 @@ def test_a_missing_file_gets_the_nearest_name(tmp_path):
         read_rows(str(tmp_path / "trian.jsonl"), "env_args.path")
     with pytest.raises(ConfigError, match="no such file"):
         read_rows(str(tmp_path / "nowhere" / "*.jsonl"), "env_args.path")
+    with pytest.raises(ConfigError, match=r"is a folder: name its files, such as '.*/\*\.jsonl'$"):
+        read_rows(str(tmp_path), "env_args.path")
 
 
 def test_columns():

@@ -84,6 +84,25 @@ def test_a_resume_with_another_model_changes_nothing(trained: Path, launchers: l
     assert contents(trained) == before and launchers == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": {"name": "muon"}}, "optimiser state does not fit"),
+        ({"kl": {"coefficient": 0.1, "reference": "initial"}}, "has no reference"),
+        ({"loss": {"module": "nowhere.py:Loss"}}, "no file .*nowhere.py"),
+    ],
+)
+def test_what_the_learner_refuses_is_not_what_the_next_resume_goes_on_with(
+    trained: Path, tmp_path: Path, changes: dict, message: str
+):
+    run_dir = shutil.copytree(trained, tmp_path / "run")
+    before = (run_dir / "config.yaml").read_bytes()
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        train(run_dir=run_dir, resume=True, quiet=True, steps=2, learner=changes)
+    assert (run_dir / "config.yaml").read_bytes() == before
+    assert train(run_dir=run_dir, resume=True, quiet=True, steps=2).complete
+
+
 def test_a_checkpoint_of_no_language_model_is_named(tmp_path: Path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

@@ -20,6 +20,9 @@ from penstock.batch.config import BatchMakerConfig
 from penstock.types import AnyRollout, Rollout, RolloutGroup
 
 _KEY = "replay.batch_maker"
+_DIFFERING = (
+    "make rewards differ (an easier lesson, a warm start, a higher temperature, a larger n_generations_per_prompt)"
+)
 
 
 class FilteredGroup(NamedTuple):
@@ -114,15 +117,25 @@ class GroupFilters:
             metrics["train/overlong_penalty"] = float(np.mean([self._penalty(rollout) for rollout in rollouts]))
         return metrics
 
-    def describe(self) -> tuple[str, str] | None:
-        """In words, why rollouts were left out since the last `take_metrics`, and what to do; None where none were."""
+    def describe(self) -> tuple[str, str]:
+        """In words, why rollouts were left out since the last `take_metrics`, and what to do.
+
+        Where it was no filter, it was the batch maker.
+        """
         told = {
-            "zero_variance": ("in each, all rewards were equal", f"set {_KEY}.filter_zero_variance: false"),
+            "zero_variance": (
+                "all rewards of a group were equal",
+                f"{_DIFFERING}, or set {_KEY}.filter_zero_variance: false",
+            ),
             "difficulty": ("mean rewards were outside of its band", f"widen {_KEY}.filter_difficulty"),
             "overlong": ("answers were cut", f"raise max_output_tokens or leave out {_KEY}.filter_overlong"),
         }
-        found = [told[name] for name, count in self.counts.most_common() if count]
-        return ("; ".join(why for why, _ in found), ", or ".join(remedy for _, remedy in found)) if found else None
+        found = [(count, *told[name]) for name, count in self.counts.most_common() if count]
+        if not found:
+            by_maker = f"{_DIFFERING}, or choose another {_KEY}.name"
+            return "the batch maker found no advantage in them", by_maker
+        causes = "; ".join(f"{why} ({count:,} rollouts)" for count, why, _ in found)
+        return causes, ", or ".join(remedy for _, _, remedy in found)
 
     def _outside_band(self, group: RolloutGroup[Any]) -> str:
         """Why the group's difficulty is wrong; empty where it is not."""

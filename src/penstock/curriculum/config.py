@@ -78,6 +78,16 @@ class SamplingParams(_Frozen):
             raise PydanticCustomError("sampling_range", "Input should be {expected}", {"expected": field.expected})
         return value
 
+    @field_validator("stop_tokens")
+    @classmethod
+    def _can_stop(cls, value: tuple[int | str, ...] | None) -> tuple[int | str, ...] | None:
+        for stop in value or ():
+            if stop == "" or (isinstance(stop, int) and stop < 0):
+                raise PydanticCustomError(
+                    "stop_tokens", "Input should be a list of token ids and texts that are not empty"
+                )
+        return value
+
     @property
     def truncation(self) -> dict[str, float]:
         """Of the sampled distribution, as `Decoding.truncation`."""

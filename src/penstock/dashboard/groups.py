@@ -405,6 +405,9 @@ def _nothing(views: RunViews, wanted: GroupFilter, counts: RunCounts) -> str:
         return "No evaluation yet: none has ended so far, or the run was made before evaluations were kept."
     if counts.unstored:
         return f"No rollouts are stored yet: {counts_text(counts.unstored)}{_left_over(views, counts)}."
+    source = views.directory.read_config().get("replay", {}).get("from_rollouts")
+    if source is not None:
+        return f"No rollouts of its own: the run trains on those of {printable(str(source))}."
     return "No rollouts yet: the run has started no group so far."
 
 

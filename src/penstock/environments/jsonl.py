@@ -78,8 +78,10 @@ class JsonlEnvironment(GroupScoredEnvironment):
         super().__init__(name, template, system_prompt)
         if not 0 < eval_fraction < 1:
             raise ConfigError(f"env_args.eval_fraction is {eval_fraction}: it takes a number between 0 and 1")
-        if reward_processes < 1 or reward_timeout_s <= 0:
-            raise ConfigError("env_args.reward_processes and env_args.reward_timeout_s must be positive")
+        if reward_processes < 1:
+            raise ConfigError(f"env_args.reward_processes is {reward_processes}: it must be at least 1")
+        if reward_timeout_s <= 0:
+            raise ConfigError(f"env_args.reward_timeout_s is {reward_timeout_s}: it must be more than 0")
         self._reader = RowReader(prompt_column, answer_column, prompt_format)
         rows = read_rows(path, "env_args.path")[:max_rows]
         if eval_path is None:

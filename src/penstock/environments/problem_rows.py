@@ -6,6 +6,7 @@ column.
 
 import glob
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,10 @@ def _expanded(paths: Sequence[str], field: str) -> list[str]:
             continue
         local = str(Path(path).expanduser())
         matches = sorted(glob.glob(local)) if "*" in local else [local]
+        if Path(local).is_dir():
+            raise ConfigError(
+                f"{field} {path!r} is a folder: name its files, such as {os.path.join(path, '*.jsonl')!r}"
+            )
         if not matches or not Path(matches[0]).is_file():
             folder = Path(local).parent
             siblings = [other.name for other in folder.glob("*")] if folder.is_dir() else []
@@ -69,7 +74,7 @@ def _read_jsonl(path: str, field: str) -> list[Row]:
     import fsspec
 
     try:
-        with fsspec.open(path, "rt", encoding="utf-8") as file:
+        with fsspec.open(path, "rt", encoding="utf-8-sig") as file:
             return list(_parsed(file, path, field))
     except (OSError, UnicodeDecodeError, ImportError) as error:
         raise ConfigError(f"{field} {path!r} cannot be read: {error}") from error

@@ -31,7 +31,7 @@ from penstock.overseer.tasks import DirectTasks, SupervisedTasks
 from penstock.overseer.terminal import RunSummary, TerminalView
 from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, repair_logs
 from penstock.rundir import RunDirectory, read_json_lines
-from penstock.types import ConfigError, PenstockError, RunDirectoryError
+from penstock.types import CheckpointError, ConfigError, PenstockError, RunDirectoryError
 from penstock.weights.shared_memory import free_abandoned
 
 if TYPE_CHECKING:
@@ -248,6 +248,7 @@ def open_run(
         )
         crew = ThreadGroup()
         settings = Settings(config, directory, token, lineage, checkpoint)
+        recorded = directory.read_config() if resume else None
         if local:
             if fresh is None:
                 fresh = kind.begin(config) if checkpoint is None else kind.resume(config, checkpoint)
@@ -256,7 +257,12 @@ def open_run(
             fresh = None  # this frame lasts as long as the run, its first weights until the first update
         else:
             log, run = _under_ray(kind, settings, crew, opened, resume)
-        oversee(run, crew, log, config, directory, quiet)
+        try:
+            oversee(run, crew, log, config, directory, quiet)
+        except (ConfigError, CheckpointError):
+            if recorded is not None and log.step == step_of(checkpoint):  # no update was made with what is refused
+                directory.write_config(recorded)
+            raise
     return directory, run
 
 

@@ -414,12 +414,10 @@ class PacedReplayBuffer:
             f"{lesson} ({count} groups, mean reward {self._filtered_rewards[lesson] / count:.3g})"
             for lesson, count in sorted(self._filtered.items())
         )
-        by_maker = "the batch maker found no advantage in them", "choose another replay.batch_maker.name"
-        cause, remedy = self.pool.filters.describe() or by_maker
+        cause, remedy = self.pool.filters.describe()
         return (
             f"{self._filtered.total()} groups were filtered while one batch waited "
-            f"(replay.max_filtered_groups_per_batch): {cause}. Lessons: {lessons}. Make rewards differ (an easier "
-            f"lesson, a warm start, a higher temperature, a larger n_generations_per_prompt), or {remedy}"
+            f"(replay.max_filtered_groups_per_batch): {cause}. Lessons: {lessons}. What helps: {remedy}"
         )
 
     def check_ledger(self) -> None:

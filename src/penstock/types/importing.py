@@ -49,6 +49,8 @@ def load_attribute(path: str, field: str) -> Any:
             f"{_GIVEN_AGAIN.get(field, 'its argument')}, or name code that can be imported"
         )
     _search_working_directory()
+    if path.endswith(".py"):
+        raise ConfigError(f"{field} {path!r} is a file, and says nothing of it: write {path}:Name")
     if ".py:" in path:
         file, _, name = path.rpartition(":")
         module = _import_file(Path(file).expanduser(), path, field)

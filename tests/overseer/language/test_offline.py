@@ -1,5 +1,6 @@
 """Runs on stored rollouts: what they need, leave and reproduce, from Python and from the command line."""
 
+import io
 import json
 from pathlib import Path
 
@@ -7,11 +8,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from pydantic import ValidationError
+from rich.console import Console
 
 from penstock.overseer import train
 from penstock.overseer.language.offline import OfflineKind
 from penstock.overseer.plan import describe_plan
 from penstock.overseer.rerun.replay import replay_updates
+from penstock.overseer.rerun.why import explain_update
 from penstock.rundir import read_events, read_metrics, read_status
 from penstock.types import ConfigError, RunFailed
 from tests.overseer.conftest import tiny
@@ -79,6 +82,11 @@ def test_a_run_on_a_run_s_rollouts_is_made_again_resumed_and_accounted_for(tmp_p
     ahead = [row["throughput/packed_ahead"] for row in rows]  # 0 after an update in which nothing was computed
     assert max(ahead) == float("kl" not in learner) and ahead[0] == 0
     assert replay_updates(tmp_path / "resumed", 7, trust=True).exit_code == 0
+    report = explain_update(tmp_path / "straight", 7)
+    assert report.sums["staleness"] == report.sums["version"] == () and report.sums["lesson"]
+    assert {(rollout.version, rollout.staleness) for rollout in report.rollouts} == {(None, None)}
+    report.print(Console(file=(text := io.StringIO()), width=200))
+    assert "  no version  " in text.getvalue() and "old)" not in text.getvalue()
     (told,) = [
         each for each in read_events(tmp_path / "straight" / "events.jsonl") if each["event"] == "stored_rollouts"
     ]

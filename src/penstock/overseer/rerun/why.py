@@ -49,8 +49,8 @@ class ExplainedRollout:
     Attributes:
         influence: What it did.
         lesson: Its lesson.
-        version: The oldest version that sampled any of its tokens.
-        staleness: How many versions before the update's that is.
+        version: The oldest version that sampled any of its tokens; None in a run on stored rollouts, where none did.
+        staleness: How many versions before the update's that is; None likewise.
         advantage: Mean over its sampled tokens.
         tokens: How many were sampled.
         drift: Mean over them of ℓ_θ − ℓ_b, in nats: of the weights that the update began with, less of those that are
@@ -64,8 +64,8 @@ class ExplainedRollout:
 
     influence: RolloutInfluence
     lesson: str
-    version: int
-    staleness: int
+    version: int | None
+    staleness: int | None
     advantage: float
     tokens: int
     drift: float
@@ -201,11 +201,12 @@ class WhyReport:
 def _lines(place: int, rollout: ExplainedRollout) -> list[str]:
     found = rollout.influence
     reward = "expired" if rollout.reward is None else f"{rollout.reward:.3g}"
+    sampled_by = "no version" if rollout.version is None else f"version {rollout.version} ({rollout.staleness} old)"
     lines = [
         f"{place:2}. {printable(found.rollout_id)}  moved {found.moved:.1%}  share {found.along:.1%}  |gradient| "
         f"{found.gradient_norm:.3g}  inner product {found.inner_product:.3g}",
-        f"    reward {reward}  advantage {rollout.advantage:+.3g}  {rollout.tokens} tokens  version {rollout.version} "
-        f"({rollout.staleness} old)  drift {rollout.drift:+.3f}  surprise {rollout.surprise:.3g}",
+        f"    reward {reward}  advantage {rollout.advantage:+.3g}  {rollout.tokens} tokens  {sampled_by}  "
+        f"drift {rollout.drift:+.3f}  surprise {rollout.surprise:.3g}",
         f"    {_texts(rollout)}",
     ]
     for span, text in zip(found.spans, rollout.spans, strict=True):
@@ -293,7 +294,9 @@ def _rescored(
         np.where(example.loss_mask, each, np.float32(np.nan))[own] for each in numbers
     )
     told = {name: getattr(found.influence, name) for name in ("moved", "along", "gradient_norm", "inner_product")}
-    told |= {"staleness": float(found.staleness), "drift": found.drift, "surprise": found.surprise}
+    told |= {"drift": found.drift, "surprise": found.surprise}
+    if found.staleness is not None:
+        told["staleness"] = float(found.staleness)
     return RescoredRollout(example.rollout_ids[0], newest, logprobs, entropies, newest_logprobs, tuple(told.items()))
 
 
@@ -316,7 +319,11 @@ def unusual_of(rollouts: Sequence[ExplainedRollout]) -> tuple[UnusualRollout, ..
 
 def _order(rollouts: Sequence[ExplainedRollout], trait: str) -> list[UnusualRollout]:
     """Those that are unusual in a trait, the most unusual first."""
-    compared = [rollout for rollout in rollouts if trait != "surprise" or rollout.advantage > 0]
+    compared = [
+        rollout
+        for rollout in rollouts
+        if (trait != "surprise" or rollout.advantage > 0) and getattr(rollout, trait) is not None
+    ]
     if not compared:
         return []
     values: list[float] = [getattr(rollout, trait) for rollout in compared]
@@ -345,8 +352,8 @@ def _explained(
     return ExplainedRollout(
         influence,
         influence.rollout_id.rsplit("-", 2)[0] if record is None else record.rollout.lesson_id,
-        version,
-        version_step - version,
+        None if version < 0 else version,
+        None if version < 0 else version_step - version,
         float(example.advantage[example.loss_mask].mean(dtype=float)),
         int(example.loss_mask.sum()),
         float((sampled - example.generator_log_probs[example.loss_mask]).mean()),
@@ -362,11 +369,12 @@ def _explained(
 
 
 def _sums(
-    rollouts: Sequence[ExplainedRollout], key: Callable[[ExplainedRollout], int | str]
+    rollouts: Sequence[ExplainedRollout], key: Callable[[ExplainedRollout], int | str | None]
 ) -> tuple[KindOfRollouts, ...]:
-    """One row per value, in their order."""
+    """One row per value, in their order; of those without one, none."""
     rows: list[KindOfRollouts] = []
-    for value in sorted({key(rollout) for rollout in rollouts}, key=lambda value: (isinstance(value, str), value)):
+    values = {value for rollout in rollouts if (value := key(rollout)) is not None}
+    for value in sorted(values, key=lambda value: (isinstance(value, str), value)):
         members = [rollout.influence for rollout in rollouts if key(rollout) == value]
         norm = math.sqrt(sum(member.gradient_norm**2 for member in members))
         inner, along = (sum(getattr(member, name) for member in members) for name in ("inner_product", "along"))
