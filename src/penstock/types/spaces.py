@@ -149,7 +149,7 @@ class Spaces:
         """The leaves that are not `other`'s, by side and name with both forms, for an error; empty where none is.
 
         Args:
-            other: A policy's.
+            other: Those that a policy was made for.
         """
         found: list[str] = []
         for side in ("observations", "actions"):
