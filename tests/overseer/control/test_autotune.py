@@ -119,4 +119,6 @@ def test_a_shape_that_fails_is_a_finding(monkeypatch):
     tasks = {"pole": {"id": "tests.overseer.simulators:Guess", "kwargs": {"die_at": 5}}}
     config = build({"fleet": {"tasks": tasks, "limits": {"max_restarts": 0}}})
     report = autotune(config, seconds=0.01)
-    assert "given up" in report.measurements[0].failure and report.measurements[0].steps_per_s == 0
+    failure = report.measurements[0].failure
+    assert "given up" in failure and "fleet.limits.max_restarts" in failure, "the whole reason, with its key"
+    assert report.measurements[0].steps_per_s == 0

@@ -146,7 +146,7 @@ class AutotuneReport:
             table.add_column(column, justify="right")
         for measured in self.measurements:
             shape = measured.shape
-            numbers = (measured.failure, "", "")
+            numbers = (measured.failure[:80], "", "")
             if not measured.failure:
                 numbers = (
                     f"{measured.steps_per_s:,.0f}",
@@ -351,4 +351,4 @@ class _MeasuredWorker:
 
 
 def _line(error: PenstockError) -> str:
-    return " ".join(str(error).split())[:80]
+    return " ".join(str(error).split())
