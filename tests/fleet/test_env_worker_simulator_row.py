@@ -72,6 +72,35 @@ def test_a_raw_reward_without_bounds_is_left_out_and_no_fault(raw):
     assert steps == [(1.0, False)] * 3 and block.returns.tolist() == [5.0]
 
 
+@pytest.mark.parametrize(
+    ("reward", "info", "message"),
+    [
+        (None, {}, r"^the reward is None, a NoneType: it must be one number$"),
+        (np.array([0.5, 1]), {}, r"^the reward is array\(\[0\.5, 1\. \]\), a ndarray: it must be one number$"),
+        (1.0, {"raw_reward": "high"}, r"^info\['raw_reward'\] is 'high', a str: it must be one number$"),
+    ],
+)
+def test_a_reward_that_is_no_number_is_named(reward, info, message):
+    row, _ = begun((reward, info), (1.0, {}))
+    with pytest.raises(SimulatorValueError, match=message):
+        row.step()
+
+
+@pytest.mark.parametrize(
+    ("method", "returned", "message"),
+    [
+        ("step", (0, 1.0, False, {}), r"^step returned a tuple of 4: Gymnasium's returns \(observation, reward, "),
+        ("step", None, r"^step returned one NoneType: "),
+        ("reset", np.zeros(2, np.float32), r"^reset returned one ndarray: Gymnasium's returns \(observation, info\)$"),
+    ],
+)
+def test_what_is_no_return_of_gymnasiums_is_named(monkeypatch, method, returned, message):
+    row, _ = begun((1.0, {}), (1.0, {}))
+    monkeypatch.setattr(row.env, method, lambda *_, **__: returned)
+    with pytest.raises(SimulatorValueError, match=message):
+        row.step() if method == "step" else row.begin_episode()
+
+
 def test_a_fault_that_ends_the_episode_reports_no_return():
     steps, block = played((1.0, {}), (float("nan"), {}))
     assert steps[-1] == (0.0, True) and block.truncated[0] and not block.terminated[0]

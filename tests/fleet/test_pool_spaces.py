@@ -46,6 +46,6 @@ def test_bounds_of_64_bit_integers_are_those_of_all_tasks(order):
 
 def test_a_policy_fits_where_names_shapes_and_choices_are_the_same():
     lower = replace(_SPACES, observations=(replace(_SPACES.observations[0], low=-1.0),))
-    assert _SPACES.same_form(lower)
+    assert _SPACES.same_form(lower) and _SPACES.differences(lower) == ""
     assert not _SPACES.same_form(replace(_SPACES, actions=(replace(_SPACES.actions[0], n=(4,)),)))
     assert not _SPACES.same_form(replace(_SPACES, observations=(replace(_SPACES.observations[0], name="y"),)))

@@ -231,7 +231,7 @@ def test_evaluations_during_the_run_and_offline_play_the_same_episodes(run_dir: 
     with pytest.raises(ConfigError, match="task 'chess' is not in the recipe: its tasks are guess"):
         evaluate_fleet(run_dir / "checkpoints" / "step-4", tiny(), ["chess"])
     other = tiny({"fleet": {"tasks": {"guess": {"id": "CartPole-v1"}}}})
-    with pytest.raises(ConfigError, match="holds a policy for other observations or actions than guess have"):
+    with pytest.raises(ConfigError, match=r"for other observations or actions than guess have \(.*box float32 \[4\], "):
         evaluate_fleet(run_dir / "checkpoints" / "step-4", other)
     with pytest.raises(CheckpointError, match="holds no config.json"):
         evaluate_fleet(run_dir, tiny())

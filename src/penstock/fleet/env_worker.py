@@ -107,7 +107,7 @@ class SimulatorRow:
             self._rebuild()
         self._enter(SimulatorPhase.RESETTING)
         seed = episode_seed(spec.seed, spec.worker_id, spec.slots[self._row], spec.life, self._episode)
-        observation, _ = self.env.reset(seed=seed)
+        observation, _ = _unpacked(self.env.reset(seed=seed), _RESET_RETURNS)
         self._resets = 0 if self._resets is None else self._resets + 1
         self._episode += 1
         self._return, self._length, self._ended, self._shortened = 0.0, 0, False, False
@@ -124,7 +124,8 @@ class SimulatorRow:
         self.env.action_space.seed(seed & 0x7FFFFFFF)
         for _ in range(int(generator(seed).integers(most_steps))):
             self._enter(SimulatorPhase.STEPPING)
-            observation, _, terminated, truncated, _ = self.env.step(self.env.action_space.sample())
+            returned = self.env.step(self.env.action_space.sample())
+            observation, _, terminated, truncated, _ = _unpacked(returned, _STEP_RETURNS)
             try:
                 self._write(self._row, observation)
             except SimulatorValueError as error:
@@ -141,7 +142,8 @@ class SimulatorRow:
 
         Raises:
             PolicyActionError: the action is outside its space.
-            SimulatorValueError: the observation is, for `max_failures_in_row` steps in a row.
+            SimulatorValueError: the observation is, for `max_failures_in_row` steps in a row; or what the simulator
+                returned is not what Gymnasium's `step` does.
         """
         row, clock = self._row, self._clock
         clock[ROW] = row
@@ -149,9 +151,10 @@ class SimulatorRow:
         clock[PHASE] = SimulatorPhase.STEPPING
         if self._marked:
             self._unmark()
-        observation, reward, terminated, truncated, told = self.env.step(self._read(row))
-        reward = float(reward)
-        raw = float(told.get("raw_reward", reward)) if told else reward
+        returned = self.env.step(self._read(row))
+        observation, reward, terminated, truncated, told = _unpacked(returned, _STEP_RETURNS)
+        reward = _number(reward, "the reward")
+        raw = _number(told["raw_reward"], "info['raw_reward']") if told and "raw_reward" in told else reward
         self._length += 1
         fault = _said(told["error"]) if told and "error" in told else ""
         if not -_MOST_REWARD <= reward <= _MOST_REWARD:
@@ -227,6 +230,26 @@ class SimulatorRow:
         self._clock[ROW] = self._row
         self._clock[SINCE] = time.monotonic()
         self._clock[PHASE] = phase
+
+
+_STEP_RETURNS = ("step", ("observation", "reward", "terminated", "truncated", "info"))
+_RESET_RETURNS = ("reset", ("observation", "info"))
+
+
+def _unpacked(returned: Any, method: tuple[str, tuple[str, ...]]) -> tuple[Any, ...]:
+    """What a simulator's method returned, as many values as Gymnasium's returns."""
+    name, values = method
+    if isinstance(returned, tuple) and len(returned) == len(values):
+        return returned
+    found = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"one {type(returned).__name__}"
+    raise SimulatorValueError(f"{name} returned {found}: Gymnasium's returns ({', '.join(values)})")
+
+
+def _number(value: Any, name: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise SimulatorValueError(f"{name} is {value!r}, a {type(value).__name__}: it must be one number") from error
 
 
 def _said(error: Any) -> str:

@@ -97,7 +97,8 @@ def evaluate_policy(
         if clock() - began > timeout_s:
             raise NoProgressError(
                 f"{tally.wanted - owed} of {tally.wanted} episodes were over after {timeout_s:g} s; slots that owe "
-                f"some: {tally.slots_that_owe()[:8]}"
+                f"some: {tally.slots_that_owe()[:8]}. A task whose episodes may never end needs "
+                "kwargs.max_episode_steps; else lower episodes"
             )
         worker.run_once(POLL_S)
         tally.give_over(pool.given_up())

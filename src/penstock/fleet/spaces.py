@@ -36,7 +36,7 @@ Reader = Callable[[int], Any]
 
 
 class SimulatorValueError(ValueError):
-    """A simulator's observation does not fit the space that it declared. The message names the leaf and what it is."""
+    """What a simulator returned cannot be used. The message names the leaf of the observation, or the value."""
 
 
 class PolicyActionError(ValueError):

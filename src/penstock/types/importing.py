@@ -84,7 +84,8 @@ def load_module(module_name: str, path: str, field: str) -> ModuleType:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(f"{field} {path!r}: importing {module_name} needs {error.name!r}: install it") from error
         hint = nearest(module_name, _siblings(error.name))
-        raise ConfigError(f"{field} {path!r}: no module named {error.name!r}{hint}") from error
+        where = hint or ": it must be installed, on PYTHONPATH or in the working directory"
+        raise ConfigError(f"{field} {path!r}: no module named {error.name!r}{where}") from error
     except Exception as error:  # whatever the user's module raises
         raise ConfigError(
             f"{field} {path!r}: importing {module_name} raised {type(error).__name__}: {error}"

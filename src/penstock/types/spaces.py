@@ -145,11 +145,34 @@ class Spaces:
         """Whether both are the same arrays: a policy for the one is one for the other. Bounds and starts may differ."""
         return all(self.forms(side) == other.forms(side) for side in ("observations", "actions"))
 
+    def differences(self, other: "Spaces") -> str:
+        """The leaves that are not `other`'s, by side and name with both forms, for an error; empty where none is.
+
+        Args:
+            other: Those that a policy was made for.
+        """
+        found: list[str] = []
+        for side in ("observations", "actions"):
+            ours, theirs = ({form[0]: form[1:] for form in spaces.forms(side)} for spaces in (self, other))
+            found += [
+                f"{side} {name!r}: {_form(ours.get(name))}, the policy's {_form(theirs.get(name))}"
+                for name in dict.fromkeys((*ours, *theirs))
+                if ours.get(name) != theirs.get(name)
+            ]
+        return "; ".join(found)
+
     def widened(self, other: "Spaces") -> "Spaces":
         """These, with bounds of 64-bit integers that hold for both: by them a device knows how to hold the numbers."""
         by_name = {leaf.name: leaf for leaf in other.observations}
         wider = tuple(_wider(leaf, by_name.get(leaf.name, leaf)) for leaf in self.observations)
         return self if wider == self.observations else replace(self, observations=wider)
+
+
+def _form(form: tuple[Any, ...] | None) -> str:
+    if form is None:
+        return "none"
+    kind, shape, dtype, n = form
+    return f"{kind} {dtype} {list(shape)}" + (f" with n = {list(n)}" if n else "")
 
 
 def _wider(leaf: LeafSpace, other: LeafSpace) -> LeafSpace:

@@ -92,6 +92,17 @@ def test_simulators_that_never_step_are_a_finding_and_nothing_is_proposed(monkey
 
 
 @pytest.mark.slow
+def test_steps_that_are_faults_are_none(monkeypatch):
+    monkeypatch.setattr(fleet_autotune, "WARM_UP_S", 0.05)
+    monkeypatch.setattr(fleet_autotune, "MEASURE_S", 0.1)
+    faulty = {"id": "synthetic", "kwargs": {"faulty_rate": 1.0, **FLAT}}
+    fleet = {"tasks": {"pole": faulty}, "envs_per_worker": 1, "limits": {"spawn_timeout_s": 3, "reset_timeout_s": 1}}
+    report = autotune(build({"fleet": fleet, "model": {"hidden_sizes": [4]}}), seconds=0.01)
+    assert report.best.steps_per_s == 0
+    assert report.best.failure.startswith("1 simulators took no step without a fault within 4 s")
+
+
+@pytest.mark.slow
 def test_no_step_in_the_time_that_is_measured_is_a_finding(monkeypatch):
     monkeypatch.setattr(fleet_autotune, "WARM_UP_S", 0.05)
     monkeypatch.setattr(fleet_autotune, "MEASURE_S", 0.1)
@@ -108,4 +119,6 @@ def test_a_shape_that_fails_is_a_finding(monkeypatch):
     tasks = {"pole": {"id": "tests.overseer.simulators:Guess", "kwargs": {"die_at": 5}}}
     config = build({"fleet": {"tasks": tasks, "limits": {"max_restarts": 0}}})
     report = autotune(config, seconds=0.01)
-    assert "given up" in report.measurements[0].failure and report.measurements[0].steps_per_s == 0
+    failure = report.measurements[0].failure
+    assert "given up" in failure and "fleet.limits.max_restarts" in failure, "the whole reason, with its key"
+    assert report.measurements[0].steps_per_s == 0

@@ -92,7 +92,8 @@ def test_values_that_only_the_first_weights_depend_on_are_refused_too(checkpoint
 
 
 def test_other_simulators_and_other_policies_are_refused(checkpoint: Path):
-    with pytest.raises(ConfigError, match=r"^fleet.tasks: .*step-7 holds a policy for other observations or actions"):
+    both = r"\(observations '': box float32 \[5\], the policy's box float32 \[2\]\): resume with the tasks"
+    with pytest.raises(ConfigError, match=r"^fleet.tasks: .*step-7 holds a policy for other obs.* have " + both):
         check_resume(tiny(), OTHER_SPACES, checkpoint)
     (checkpoint / "model" / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(CheckpointError, match="this is no control policy"):

@@ -146,7 +146,7 @@ class AutotuneReport:
             table.add_column(column, justify="right")
         for measured in self.measurements:
             shape = measured.shape
-            numbers = (measured.failure, "", "")
+            numbers = (measured.failure[:80], "", "")
             if not measured.failure:
                 numbers = (
                     f"{measured.steps_per_s:,.0f}",
@@ -330,15 +330,18 @@ class _MeasuredWorker:
                 raise RunFailed(f"simulator {slot} was given up: {reason}")
             if time.monotonic() > deadline:
                 waiting = np.flatnonzero(~self._stepped)
-                raise NoProgressError(f"{len(waiting)} simulators did not step within {limit_s:g} s: {waiting[:8]}")
+                raise NoProgressError(
+                    f"{len(waiting)} simulators took no step without a fault within {limit_s:g} s: {waiting[:8]}"
+                )
 
     def _count(self, batch: StepBatch) -> None:
+        taken = batch.acted & ~batch.faults  # what a simulator failed at is no step: one that always fails makes none
         if not self._everyone.is_set():
-            self._stepped[batch.slots[batch.acted]] = True
+            self._stepped[batch.slots[taken]] = True
             if self._stepped.all():
                 self._everyone.set()
         if self._counting.is_set():
-            self.steps += len(batch.slots)
+            self.steps += int(np.count_nonzero(taken))
 
     def close(self) -> None:
         """After it was asked to stop."""
@@ -348,4 +351,4 @@ class _MeasuredWorker:
 
 
 def _line(error: PenstockError) -> str:
-    return " ".join(str(error).split())[:80]
+    return " ".join(str(error).split())

@@ -176,8 +176,8 @@ def evaluate_fleet(
     try:
         if not pool.spaces.same_form(policy.spaces):
             raise ConfigError(
-                f"{model_dir} holds a policy for other observations or actions than {', '.join(fleet.tasks)} have: "
-                "give the recipe that it was trained with"
+                f"{model_dir} holds a policy for other observations or actions than {', '.join(fleet.tasks)} have "
+                f"({pool.spaces.differences(policy.spaces)}): give the recipe that it was trained with"
             )
         runner = make_evaluation_runner(policy, config)
         wanted = episodes or config.evaluation.episodes

@@ -252,8 +252,8 @@ def check_resume(config: FleetRunConfig, spaces: Spaces, checkpoint: Path) -> No
     check_kept(ours, theirs, checkpoint, lambda name: f"model.{name}")
     if not spaces.same_form(trained_spaces):
         raise ConfigError(
-            f"fleet.tasks: {checkpoint} holds a policy for other observations or actions than these simulators have: "
-            "resume with the tasks that it was trained on"
+            f"fleet.tasks: {checkpoint} holds a policy for other observations or actions than these simulators have "
+            f"({spaces.differences(trained_spaces)}): resume with the tasks that it was trained on"
         )
 
 
