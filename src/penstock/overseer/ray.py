@@ -326,6 +326,7 @@ class RayLauncher:
 
 
 _JOIN_ATTEMPTS = 3
+_KNOCK_S = 10.0
 _LOOK_S = 0.5
 _OWN_PATIENCE_S = 1.0
 """Nobody starts the control service of our own cluster again."""
@@ -355,7 +356,13 @@ def connect(config: RayConfig, namespace: str) -> None:
 
 
 def _join(address: str, options: Mapping[str, Any]) -> None:
-    """Joins a cluster. The server of ``ray://`` now and then fails to start a client's process: it is asked again."""
+    """Joins a cluster. The server of ``ray://`` now and then fails to start a client's process: it is asked again.
+
+    Where nobody listens Ray would try for minutes, without a word.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
     for left in reversed(range(_JOIN_ATTEMPTS)):
         try:
             ray.init(address, **options)

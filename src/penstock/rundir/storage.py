@@ -131,13 +131,13 @@ def check_place(path: Path, what: str) -> None:
     """Tries whether a file can be made at `path`, before the work that is to go there; leaves nothing behind.
 
     Raises:
-        ConfigError: it cannot, or the path cannot be printed.
+        ConfigError: it cannot, something is there, or the path cannot be printed.
     """
     check_name(path, what)
+    if os.path.lexists(path):
+        raise ConfigError(f"{what} {path} exists already and is not overwritten: choose another path")
     made: list[Path] = []
     try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         made = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         trial = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
