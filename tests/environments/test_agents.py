@@ -97,6 +97,32 @@ def test_requests_that_go_on_with_one_another_token_by_token_are_one_sample(serv
     assert said == "41<|im_end|>42<|im_end|>"
 
 
+def test_streams_of_agents_tell_what_whole_answers_tell(served):
+    """Log-probabilities and token ids come with the pieces of a stream: of n answers, each its own."""
+    told: dict[int, list[Any]] = {0: [], 1: []}
+
+    def streaming(base_url, api_key, example):
+        with agents.client(base_url, api_key) as client:
+            asked = [{"role": "user", "content": example.prompt}]
+            more = {"return_token_ids": True}
+            for chunk in client.chat.completions.create(
+                model="x", messages=asked, n=2, logprobs=True, stream=True, stop="!", extra_body=more
+            ):
+                for choice in chunk.choices:
+                    told[choice.index].append(choice)
+        return 1.0
+
+    context = served(["it is 41!", "42"])
+    play(context, Asked(streaming))
+    for index, said in enumerate(["it is 41", "42"]):
+        text = "".join(choice.delta.content or "" for choice in told[index])
+        entries = [entry for choice in told[index] if choice.logprobs for entry in choice.logprobs.content]
+        tokens = [token for choice in told[index] for token in getattr(choice, "token_ids", [])]
+        assert text == said and tokens[: len(said.split())]
+        assert [entry.logprob for entry in entries] == [-0.5] * len(tokens)
+        assert context.tokenizer.decode(tokens).startswith(said)
+
+
 def test_seconds_of_an_agent_are_of_tools_but_for_its_requests_and_what_it_does_after_the_last(served):
     class Slow(Served):
         """Each answer takes 40 ms."""
@@ -190,6 +216,7 @@ def test_a_program_that_is_not_there_is_named(served):
     ("agent", "message"),
     [
         (lambda url, key, example: 1 / 0, "raised ZeroDivisionError"),
+        (lambda url, key, example: sys.exit(3), "raised SystemExit: 3"),
         (lambda url, key, example: None, "returned None as reward 0"),
         (lambda url, key, example: threading.Event().wait(), "took longer than max_seconds = 0.5"),
     ],

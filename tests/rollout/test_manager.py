@@ -152,12 +152,15 @@ def test_an_empty_batch_is_a_defined_result(manager: RolloutManager):
         empty.evaluate_lesson("cats")  # no rollouts have no mean
 
 
-def test_an_environment_that_raises_is_a_failed_group_with_its_name(manager: RolloutManager):
+@pytest.mark.parametrize(
+    ("raised", "said"), [(KeyError("answer"), "KeyError: 'answer'"), (SystemExit(3), "SystemExit: 3")]
+)
+def test_an_environment_that_raises_is_a_failed_group_with_its_name(manager: RolloutManager, raised, said):
     def behave():
-        raise KeyError("answer")
+        raise raised
 
     failing = managing(manager, OneMethodEnvironment(behave))
-    with pytest.raises(EnvironmentFailure, match=r"CatsEnvironment of lesson 'cats' raised KeyError: 'answer'"):
+    with pytest.raises(EnvironmentFailure, match=f"CatsEnvironment of lesson 'cats' raised {said}"):
         failing.sample_batch("cats", 1, 3)
 
 

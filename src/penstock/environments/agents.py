@@ -192,7 +192,7 @@ class AgentEnvironment(ExampleEnvironment):
             raise EnvironmentFailure(f"{what} took longer than max_seconds = {self._max_seconds:g}") from error
         except PenstockError:
             raise
-        except Exception as error:  # an agent's own mistake is a counted failure, not the end of the run
+        except (Exception, SystemExit) as error:  # an agent's own mistake is a counted failure, not the end of the run
             raise EnvironmentFailure(f"{what} raised {type(error).__name__}: {error}") from error
 
     def _run(self, command: Sequence[str], session: AgentSession, example: Example) -> str:
@@ -217,7 +217,7 @@ class AgentEnvironment(ExampleEnvironment):
             return check_rewards([self.score(example, said)], 1, f"{type(self).__name__}.score")[0]
         except PenstockError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EnvironmentFailure(
                 f"{type(self).__name__}.score raised {type(error).__name__} about {example.example_id!r}: {error}"
             ) from error

@@ -170,6 +170,6 @@ class ToolEnvironment(MultiTurnEnvironment):
             return f"error: {call.name}: {problems:.500}"
         except GaveNoAnswer as error:
             return f"error: {call.name}: {error}"
-        except Exception as error:  # whatever a tool raises is the policy's to know
+        except (Exception, SystemExit) as error:  # whatever a tool raises is the policy's to know
             return f"error: {call.name}: {type(error).__name__}: {error}"[:500]
         return (result if isinstance(result, str) else json.dumps(result, default=str))[:MOST_RESULT_CHARACTERS]

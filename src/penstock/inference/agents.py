@@ -234,6 +234,9 @@ class _Session:
             raise
         with self._changed:
             self._answers[number] = answers
+        if request.on_tokens is not None:  # a stream: all of an answer at once, since a context tells nothing sooner
+            for index, answer in enumerate(answers):
+                request.on_tokens(index, answer.response_tokens.tolist(), answer.response_logprobs.tolist(), None)
         return answers
 
     def _lessons(self, asked: Decoding) -> Decoding:

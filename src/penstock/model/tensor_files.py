@@ -53,8 +53,11 @@ def open_tensors(directory: Path) -> Iterator[TensorFiles]:
         for path, wanted in _files(directory).items():
             try:
                 handle = stack.enter_context(safe_open(str(path), framework="np"))
-            except (OSError, SafetensorError) as error:
+            except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from error
+            except SafetensorError as error:
+                again = "it is cut short or no safetensors file (a pointer of Git LFS, say): download or copy it again"
+                raise CheckpointError(f"{path} cannot be read: {error}: {again}") from error
             present = set(handle.keys())
             missing = sorted((wanted or set()) - present)
             if missing:

@@ -280,7 +280,7 @@ class RolloutManager:
             metrics = validate_metrics(numbers, environment.name)
         except PenstockError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EnvironmentFailure(
                 f"environment {lesson.environment.env_class} of lesson {lesson_id!r} raised "
                 f"{type(error).__name__}: {error}"

@@ -311,6 +311,10 @@ def _check_tensors(
         for name, shape in expected.items()
         if files.shapes.get(name, shape) != shape
     ]
+    embedding, head = _OUTER_NAMES["embedding"], _OUTER_NAMES["head"]
+    if config.tie_word_embeddings and {embedding, head} <= files.shapes.keys():
+        if not np.array_equal(files.read(head), files.read(embedding)):  # which the model's author computed with
+            problems.append(f"{head} is not {embedding}, although tie_word_embeddings is true: set it to false")
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"{directory} does not fit its config.json: {'; '.join(problems[:5])}{more}")
