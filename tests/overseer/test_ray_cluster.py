@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -85,7 +86,7 @@ def test_what_only_both_machines_together_have_is_refused(launcher):
         spawn(launcher, Identity("learner", 0, 0), both)
 
 
-@pytest.mark.parametrize("error", [ConnectionError("nobody listens"), ModuleNotFoundError("No module named 'grpc'")])
+@pytest.mark.parametrize("error", [ConnectionError("refused"), ModuleNotFoundError("No module named 'grpc'")])
 def test_a_cluster_that_cannot_be_joined_is_told(tmp_path, monkeypatch, error):
     import ray
 
@@ -96,8 +97,22 @@ def test_a_cluster_that_cannot_be_joined_is_told(tmp_path, monkeypatch, error):
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", refuse)
-    with pytest.raises(ConfigError, match=f"ray.address 10.0.0.1:1: {type(error).__name__}: {error}"):
-        RayLauncher(RayConfig(address="10.0.0.1:1"), "nowhere", tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"ray.address {address}: {type(error).__name__}: {error}"):
+            RayLauncher(RayConfig(address=address), "nowhere", tmp_path)
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_where_nobody_listens_ray_is_not_asked(tmp_path, monkeypatch, scheme):
+    import ray
+
+    from penstock.overseer.ray import RayLauncher
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("Ray would try for minutes"))
+    with pytest.raises(ConfigError, match=f"join the cluster at ray.address {scheme}127.0.0.1:9: Connection.*refused"):
+        RayLauncher(RayConfig(address=f"{scheme}127.0.0.1:9"), "nowhere", tmp_path)
 
 
 @pytest.mark.attack

@@ -130,7 +130,7 @@ def parse_target(target: str) -> Chip:
         raise ConfigError(f"--target is {target!r}: there are {known}, and cpu for this machine")
     if count not in ("", "1"):
         raise ConfigError(
-            f"--target is {target!r}: a learner computes on one device, whatever else there is would idle; give {name}:1"
+            f"--target is {target!r}: a learner computes on one device, and others would idle; give {name}:1"
         )
     chip = CHIPS[name]
     modules, extra = _COMPILERS[chip.platform]
