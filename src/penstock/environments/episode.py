@@ -234,10 +234,7 @@ class GroupScoredEnvironment(ExampleEnvironment):
             return failure
         except PenstockError:
             raise
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # an environment's own mistake is a counted failure, not the end of the run
+        except (Exception, SystemExit) as error:  # its own mistake is a counted failure, not the end of the run
             return EnvironmentFailure(
                 f"{type(self).__name__} raised {type(error).__name__} while scoring "
                 f"{task.example.example_id!r}: {error}"

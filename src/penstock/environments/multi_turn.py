@@ -267,10 +267,7 @@ class _Attempt:
             ) from error
         except PenstockError:
             raise
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # an environment's own mistake is a counted failure, not the end of the run
+        except (Exception, SystemExit) as error:  # its own mistake is a counted failure, not the end of the run
             raise EnvironmentFailure(
                 f"{who} raised {type(error).__name__} about {self._task.example.example_id!r}: {error}"
             ) from error
