@@ -225,6 +225,12 @@ def test_what_is_no_tokenizer_is_refused_in_one_line(variant, damage, message):
     assert "\n" not in str(caught.value)
 
 
+def test_of_a_runs_checkpoint_the_folder_that_has_the_tokenizer_is_named(variant, tmp_path):
+    shutil.move(variant(), tmp_path / "step-60" / "model")
+    with pytest.raises(ConfigError, match=f"it has no tokenizer.json: give {tmp_path}/step-60/model, or 'penstock'"):
+        Tokenizer.load(tmp_path / "step-60")
+
+
 def test_a_tokenizer_without_an_end_of_text_is_refused(variant):
     with pytest.raises(ConfigError, match="no eos_token"):
         Tokenizer.load(variant(eos_token=None))

@@ -291,6 +291,10 @@ def _run_of(checkpoint: Path) -> Path:
     for folder in checkpoint.resolve().parents:
         if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file():
             return folder.parent
+    if not checkpoint.exists():
+        raise ConfigError(
+            f"{checkpoint} does not exist: give a run's checkpoints/step-<n>, or a Hugging Face directory"
+        )
     raise ConfigError(f"{checkpoint} lies in no run directory, whose lessons could be taken: give --recipe")
 
 

@@ -128,9 +128,9 @@ class Tokenizer:
         directory = _directory(path)
         if not (directory / "tokenizer.json").is_file():
             reason = "it has no tokenizer.json" if directory.is_dir() else "there is no such directory"
-            raise ConfigError(
-                f"tokenizer {str(path)!r}: {reason}: give a directory with a fast tokenizer, or {PACKAGED!r}"
-            )
+            inside = directory / "model"  # of a run's checkpoint
+            named = str(inside) if (inside / "tokenizer.json").is_file() else "a directory with a fast tokenizer"
+            raise ConfigError(f"tokenizer {str(path)!r}: {reason}: give {named}, or {PACKAGED!r}")
         contents = {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
         stop_ids = _generation_stop_ids(directory)
         facts = _plain_facts(directory) or _Facts.of(_load_fast(directory))
