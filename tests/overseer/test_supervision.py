@@ -68,6 +68,7 @@ def test_time_in_which_the_process_was_stopped_is_no_silence(tmp_path):
         watchdog.check()
 
 
+@pytest.mark.attack
 def test_ctrl_z_stops_a_process_for_longer_than_its_last_resort_waits(tmp_path):
     program = (
         "import sys, time; from pathlib import Path; from penstock.overseer.supervision import abort_when_hung\n"

@@ -105,6 +105,10 @@ def test_other_paths_are_fine(tmp_path, name):
 @pytest.mark.attack
 def test_a_place_where_no_file_can_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    for place in (tmp_path, tmp_path / "file" / "below", Path("/proc/none/below"), tmp_path / ("x" * 300)):
+    for place in (tmp_path / "file" / "below", Path("/proc/none/below"), tmp_path / ("x" * 300)):
         with pytest.raises(ConfigError, match="--rollouts .* cannot be written"):
+            check_place(place, "--rollouts")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for place in (tmp_path, tmp_path / "file", tmp_path / "dangling"):
+        with pytest.raises(ConfigError, match="--rollouts .* exists already and is not overwritten"):
             check_place(place, "--rollouts")

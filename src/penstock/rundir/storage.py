@@ -134,10 +134,11 @@ def check_place(path: Path, what: str) -> None:
         ConfigError: it cannot, something is there, or the path cannot be printed.
     """
     check_name(path, what)
-    if os.path.lexists(path):
-        raise ConfigError(f"{what} {path} exists already and is not overwritten: choose another path")
     made: list[Path] = []
     try:
+        with suppress(FileNotFoundError):
+            path.lstat()
+            raise ConfigError(f"{what} {path} exists already and is not overwritten: choose another path")
         made = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         trial = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
