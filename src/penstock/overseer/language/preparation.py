@@ -252,17 +252,16 @@ class ParityCheck:
 
         More than `canary_prompts` where so few answers of the batch would be no evidence; then a prompt comes again.
         """
-        begins = [int(example.loss_mask.argmax()) for example in examples]
-        prompts = {example.tokens[:begin].tobytes(): example for example, begin in zip(examples, begins, strict=True)}
-        lengths = [np.append(e.loss_mask[begin:], False).argmin() for e, begin in zip(examples, begins, strict=True)]
+        begun = [(example, int(example.loss_mask.argmax())) for example in examples]
+        prompts = {prompt.tobytes(): prompt for prompt in (example.tokens[:begin] for example, begin in begun)}
+        lengths = [np.append(example.loss_mask[begin:], False).argmin() for example, begin in begun]
         short = np.clip(np.quantile(lengths, 0.25), 1, self._config.canary_tokens)  # of first answers
-        least = math.ceil(LEAST_TOKENS / short)
-        count = max(least, min(len(prompts), self._config.canary_prompts))
-        longest = max((sample.tokens for example in examples for sample in samples_of(example)), key=len)
-        context = longest[: max(1, min(len(longest) - 1, self._row_length - self._config.canary_tokens))]
-        room = self._row_length - self._config.canary_tokens
+        count = max(math.ceil(LEAST_TOKENS / short), min(len(prompts), self._config.canary_prompts))
         chosen = itertools.islice(itertools.cycle(prompts.values()), count)
-        starts = [example.tokens[: int(example.loss_mask.argmax())][-room:] for example in chosen]
+        longest = max((sample.tokens for example in examples for sample in samples_of(example)), key=len)
+        room = self._row_length - self._config.canary_tokens
+        context = longest[: max(1, min(len(longest) - 1, room))]
+        starts = [prompt[-room:] for prompt in chosen]
         return [np.ascontiguousarray(tokens, np.int32) for tokens in [*starts, context]]
 
 
