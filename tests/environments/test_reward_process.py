@@ -23,6 +23,9 @@ def length(completions, **columns):
 def strict(completions, answer):
     return [float(c == a) for c, a in zip(completions, answer)]
 
+def graded(completions, responses, *, gold, weight=1.0):
+    return [0.0 for _ in completions]
+
 async def slowly(completions, **columns):
     await asyncio.sleep(0.01)
     return [1.0 for _ in completions]
@@ -136,6 +139,15 @@ def test_a_crash_says_the_exit_code_and_the_last_words_and_the_next_call_works(p
     with pytest.raises(EnvironmentFailure, match=r"ended its process \(exit code -?\d+\); it last wrote: leaving now"):
         scoring.score(completions("exit"))
     assert scoring.score(completions("fine")).rewards == [0.5]
+
+
+def test_a_parameter_that_nobody_gives_is_named_with_those_that_are_given(pool):
+    with pytest.raises(EnvironmentFailure) as failure:
+        pool("graded").score(completions("fine"))
+    assert str(failure.value).endswith(
+        "graded asks for responses, gold, which is not given; what is: "
+        "answer, completions, log_extra, log_metric, prompts, trainer_state"
+    )
 
 
 @pytest.mark.slow

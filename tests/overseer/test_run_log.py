@@ -1,10 +1,13 @@
 """What the log of a run tells the user at once."""
 
+import numpy as np
+
+from penstock.overseer import load_config
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.progress import Progress
 from penstock.overseer.run_log import RunLog
 from penstock.rundir import RunDirectory, read_events
-from penstock.types import CompiledProgram
+from penstock.types import CompiledProgram, Decoding, Rollout, RolloutGroup
 
 
 def _log(path):
@@ -59,3 +62,35 @@ def test_failures_of_simulators_are_counted_and_those_of_nurseries_told_once(tmp
     log.close()
     assert log.failures == 4 and log.last_failure == "a simulator failed (task own): its reward is nan"
     assert log.progress.noted == 3
+
+
+def test_an_answer_that_its_prompt_left_no_room_for_is_told_once_per_lesson(tmp_path):
+    config = load_config("cats", ["inference.max_seq_len=24", "learner.row_length=24"])
+    log = RunLog(RunDirectory.create(tmp_path / "run", config.dump()), config, Progress("test", 1, 1))
+
+    def group(prompt: int, response: int, finish: str = "length", lesson: str = "long", **changes) -> RolloutGroup:
+        one = Rollout(
+            env_name="own", env_example_id="0", lesson_id=lesson, finish_reason=finish,
+            prompt_tokens=np.zeros(prompt, np.int32), response_tokens=np.zeros(response, np.int32),
+            response_logprobs=np.zeros(response, np.float32), token_rewards=np.zeros(response, np.float32),
+            response_mask=np.arange(response) != 2, episode_reward=0.0,
+            decoding=Decoding(max_output_tokens=16), **changes,
+        )  # fmt: skip
+        return RolloutGroup("own/0", (one,))
+
+    whole, stopped, merged = group(7, 16), group(20, 4, "stop"), group(12, 15, sample_starts=(0, 14))
+    for told_nothing in (whole, stopped, merged):
+        log.group(told_nothing)
+    assert not log.progress.notes
+    for _ in range(2):
+        log.group(group(20, 4))
+    log.group(group(14, 10, lesson="other"))
+    log.close()
+    first, second = log.progress.notes
+    assert first.startswith(
+        "lesson long: an answer was cut after 4 of 16 tokens: a prompt (here of 20) and its response share "
+        "inference.max_seq_len = 24; raise it"
+    )
+    assert second.startswith("lesson other: an answer was cut after 10 of 16 tokens: a prompt (here of 14)")
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert [event["lesson"] for event in events if event["event"] == "answer_cut"] == ["long", "other"]

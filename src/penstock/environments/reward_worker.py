@@ -225,9 +225,11 @@ def call(function: RewardFunction, name: str, arguments: dict[str, Any]) -> "Sco
     """Calls a reward function, sync or async, with what it takes, and checks what it returns.
 
     Raises:
-        EnvironmentFailure: it returned something else than one finite number, or None, per completion.
+        EnvironmentFailure: it asks for something that is not given, or returned something else than one finite number,
+            or None, per completion.
     """
     from penstock.environments.base import Scores, check_function_rewards
+    from penstock.types.errors import EnvironmentFailure
 
     expected, notes = len(arguments["completions"]), _Notes()
     arguments = {
@@ -237,6 +239,12 @@ def call(function: RewardFunction, name: str, arguments: dict[str, Any]) -> "Sco
         "log_metric": notes.log_metric,
     }
     parameters = inspect.signature(function).parameters.values()
+    asked = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    missing = ", ".join(parameter for parameter in asked if parameter not in arguments)
+    if missing:
+        raise EnvironmentFailure(
+            f"reward function {name} asks for {missing}, which is not given; what is: {', '.join(sorted(arguments))}"
+        )
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         arguments = {key: value for key, value in arguments.items() if key in {p.name for p in parameters}}
     rewards = function(**arguments)

@@ -14,11 +14,11 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from penstock.overseer.config import RunConfig
 from penstock.overseer.supervisor.messages import Identity, Report
-from penstock.types import RolloutBatch, RolloutBatchStats, RolloutGroup
+from penstock.types import Rollout, RolloutBatch, RolloutBatchStats, RolloutGroup
 
 Part = Literal["learner", "inference", "replay", "rollout", "admission", "staleness", "simulators"]
 """`admission`: too few groups are admitted; `staleness`: at a budget of zero generation and learner take turns;
@@ -227,13 +227,20 @@ class RolloutMetrics:
 
     Args:
         thresholds: See `success_thresholds`.
+        room: Most tokens of a prompt and its response together; None where nobody knows.
     """
 
-    def __init__(self, thresholds: Mapping[str, float]) -> None:
-        self._thresholds = thresholds
+    def __init__(self, thresholds: Mapping[str, float], room: int | None = None) -> None:
+        self._thresholds, self._room = thresholds, room
+        self._cut: set[str] = set()
         self._lock = threading.Lock()
         self._groups: dict[str, list[RolloutGroup]] = defaultdict(list)
         self._environments: dict[str, dict[str, list[float]]] = {}
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Those of a run."""
+        return cls(success_thresholds(config), config.inference.max_seq_len)
 
     def add_environment(self, lesson_id: str, metrics: Mapping[str, float]) -> None:
         """Takes in what an environment says of one training group, be it delivered or failed."""
@@ -242,10 +249,30 @@ class RolloutMetrics:
             for name, value in metrics.items():
                 found.setdefault(name, []).append(value)
 
-    def add(self, group: RolloutGroup) -> None:
-        """Takes a group in, filtered or not."""
+    def add(self, group: RolloutGroup) -> str:
+        """Takes a group in, filtered or not.
+
+        Returns:
+            Once per lesson, how an answer was cut before its limit, for its prompt left too little of the sequence;
+            empty otherwise.
+        """
+        lesson_id = group.rollouts[0].lesson_id
         with self._lock:
-            self._groups[group.rollouts[0].lesson_id].append(group)
+            self._groups[lesson_id].append(group)
+            cut = None if lesson_id in self._cut else next(filter(self._out_of_room, group.rollouts), None)
+            if cut is None:
+                return ""
+            self._cut.add(lesson_id)
+        return (
+            f"after {len(cut.response_tokens)} of {cut.decoding.max_output_tokens} tokens: a prompt (here of "
+            f"{len(cut.prompt_tokens)}) and its response share inference.max_seq_len = {self._room}; raise it, and "
+            "learner.row_length with it, or shorten the prompts"
+        )
+
+    def _out_of_room(self, rollout: Rollout) -> bool:
+        tokens = len(rollout.prompt_tokens) + len(rollout.response_tokens) - rollout.sample_starts[-1]
+        short = len(rollout.response_tokens) < rollout.decoding.max_output_tokens
+        return self._room is not None and rollout.finish_reason == "length" and tokens >= self._room and short
 
     def take(self) -> dict[str, float]:
         """``rollout/<lesson>/…`` and ``env/<lesson>/…`` over the groups since the last call."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.overseer.config import RunConfig
 from penstock.overseer.full_disk import RetriedWrites
-from penstock.overseer.metrics import RolloutMetrics, success_thresholds
+from penstock.overseer.metrics import RolloutMetrics
 from penstock.overseer.progress import Progress, Sample
 from penstock.overseer.results import Results
 from penstock.rundir import EventLog, MetricsLog, RunDirectory
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 SHOWN_EVENTS = frozenset(
     {
-        "component_death", "data_changed", "disk_full", "files_damaged", "evaluation_failed", "files_missing",
-        "goal_reached", "graduated", "group_failed", "isolation", "memory_freed", "prometheus", "regressed", "rewind",
-        "rollouts_quarantined", "scale_refused", "solutions_too_long", "started_anew", "straggler", "tracker_failed",
-        "unlocked",
+        "answer_cut", "component_death", "data_changed", "disk_full", "files_damaged", "evaluation_failed",
+        "files_missing", "goal_reached", "graduated", "group_failed", "isolation", "memory_freed", "prometheus",
+        "regressed", "rewind", "rollouts_quarantined", "scale_refused", "solutions_too_long", "started_anew",
+        "straggler", "tracker_failed", "unlocked",
     }
 )  # fmt: skip
 """Events that concern the user at once."""
@@ -57,7 +57,7 @@ class RunLog:
         others = [] if self._prometheus is None else [self._prometheus]
         self._tracker = make_tracker(config.tracking, directory.path, config.dump(), self._tracker_failed, others)
         self._samples_per_log = config.tracking.samples_per_log
-        self._tally = RolloutMetrics(success_thresholds(config) if isinstance(config, RunConfig) else {})
+        self._tally = RolloutMetrics.of(config) if isinstance(config, RunConfig) else RolloutMetrics({})
         self.progress = progress
         self.step = 0
         self.failures, self.last_failure = 0, ""
@@ -135,7 +135,9 @@ class RunLog:
 
     def group(self, group: RolloutGroup) -> None:
         """Counts a training group into the next step's ``rollout/…`` metrics, and shows one of its answers."""
-        self._tally.add(group)
+        cut = self._tally.add(group)
+        if cut:
+            self.event("answer_cut", lesson=group.rollouts[0].lesson_id, reason=cut)
         self.progress.samples.append(Sample.of(conversation_of(group.rollouts[0])))
 
     def environment(self, lesson_id: str, metrics: Mapping[str, float]) -> None:
@@ -176,6 +178,8 @@ def _endpoint(config: "RunConfig | FleetRunConfig", directory: RunDirectory) -> 
 def _in_words(kind: str, fields: Mapping[str, Any]) -> str:
     if kind == "component_death":
         return " ".join(f"{fields['component']} died: {fields['reason']}".split())
+    if kind == "answer_cut":
+        return f"lesson {fields['lesson']}: an answer was cut {fields['reason']}"
     if kind == "disk_full":
         return " ".join(str(fields["reason"]).split())
     if kind == "isolation":

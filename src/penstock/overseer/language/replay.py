@@ -28,7 +28,7 @@ from penstock.overseer.assembly import make_batch_makers, open_replay, restore_p
 from penstock.overseer.component import CallCounter, Settings, SteadyClock, ThreadedComponent
 from penstock.overseer.config import RunConfig
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.metrics import RolloutMetrics, success_thresholds
+from penstock.overseer.metrics import RolloutMetrics
 from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership
 from penstock.replay import (
     LANGUAGE,
@@ -259,7 +259,7 @@ class ReplayRole(ThreadedComponent):
         config, lineage, replay = settings.config, settings.lineage, settings.config.replay
         clock = SteadyClock()
         self.now = clock.now
-        self._tally = RolloutMetrics(success_thresholds(config))
+        self._tally = RolloutMetrics.of(config)
         self._curriculum = RemoteCurriculum(
             config.curriculum,
             ctx.caller("curriculum-0"),
@@ -380,7 +380,9 @@ class ReplayRole(ThreadedComponent):
 
     def _on_group(self, group: RolloutGroup) -> None:
         self._curriculum.update_group(group)
-        self._tally.add(group)
+        cut = self._tally.add(group)
+        if cut:
+            self.ctx.event("answer_cut", lesson=group.rollouts[0].lesson_id, reason=cut)
 
     def _on_curriculum_event(self, event: CurriculumEvent) -> None:
         self.ctx.event(event.kind, lesson=event.lesson_id, reason=event.reason)
