@@ -15,7 +15,15 @@ from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.trainer import LearnerComponent
 from penstock.rundir import RunDirectory
-from penstock.types import CompiledProgram, NoProgressError, RunFailed, Stopped, UnreachableError, WeightVersion
+from penstock.types import (
+    CheckpointError,
+    CompiledProgram,
+    NoProgressError,
+    RunFailed,
+    Stopped,
+    UnreachableError,
+    WeightVersion,
+)
 from penstock.weights import open_client
 from tests.overseer.lonely import Lonely
 from tests.waiting import wait_until
@@ -120,6 +128,18 @@ def test_a_program_that_cannot_be_compiled_fails_the_learner(role, monkeypatch):
     role.wait_until_compiled()
     wait_until(lambda: role.condition().state == "failed")
     assert "ZeroDivisionError" in role.condition().error
+
+
+@pytest.mark.parametrize("before", ["starting", "running"])
+def test_what_does_not_fit_is_refused_while_the_learner_starts_and_a_fault_later(role, monkeypatch, before):
+    def refuse(self, config, start):
+        raise CheckpointError("optimiser state does not fit")
+
+    monkeypatch.setattr(LanguageKind, "make_learner", refuse)
+    role.state = before
+    role.crew.start("load", role._load)
+    wait_until(lambda: role.condition().state == "failed")
+    assert (role.condition().error, role.condition().refused) == ("optimiser state does not fit", before == "starting")
 
 
 def test_a_restarted_broadcaster_offers_the_same_version_and_weights_under_another_incarnation(role):

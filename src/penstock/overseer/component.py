@@ -22,7 +22,7 @@ from typing_extensions import TypeVar
 from penstock.overseer.config import RunConfig
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervision import ThreadGroup
-from penstock.overseer.supervisor.messages import ComponentStatus, Membership, State
+from penstock.overseer.supervisor.messages import REFUSALS, ComponentStatus, Membership, State
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
 from penstock.types import Caller, CompiledProgram, PenstockError, UnreachableError, WeightVersion
@@ -338,7 +338,8 @@ class ThreadedComponent(Generic[AnyConfig]):
         """Its state, what it does, and its numbers; never raises."""
         failure = self.crew.failure
         if failure is not None:
-            return ComponentStatus("failed", self.doing, error=_told(failure), facts=self._facts())
+            refused = self.state == "starting" and isinstance(failure, REFUSALS)
+            return ComponentStatus("failed", self.doing, error=_told(failure), facts=self._facts(), refused=refused)
         if self.draining:
             self._drain_if_finished()
         busy_s, idle_s = self.activity.read()

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 
 from penstock.overseer.config import RunConfig
 from penstock.overseer.supervisor.messages import Identity, Report
-from penstock.types import Rollout, RolloutBatch, RolloutBatchStats, RolloutGroup
+from penstock.types import AnyRollout, RolloutBatch, RolloutBatchStats, RolloutGroup
 
 Part = Literal["learner", "inference", "replay", "rollout", "admission", "staleness", "simulators"]
 """`admission`: too few groups are admitted; `staleness`: at a budget of zero generation and learner take turns;
@@ -269,10 +269,12 @@ class RolloutMetrics:
             "learner.row_length with it, or shorten the prompts"
         )
 
-    def _out_of_room(self, rollout: Rollout) -> bool:
-        tokens = len(rollout.prompt_tokens) + len(rollout.response_tokens) - rollout.sample_starts[-1]
-        short = len(rollout.response_tokens) < rollout.decoding.max_output_tokens
-        return self._room is not None and rollout.finish_reason == "length" and tokens >= self._room and short
+    def _out_of_room(self, rollout: AnyRollout) -> bool:
+        if self._room is None or rollout.finish_reason != "length":
+            return False
+        response = len(rollout.response_tokens)
+        tokens = len(rollout.prompt_tokens) + response - rollout.sample_starts[-1]
+        return tokens >= self._room and response < rollout.decoding.max_output_tokens
 
     def take(self) -> dict[str, float]:
         """``rollout/<lesson>/…`` and ``env/<lesson>/…`` over the groups since the last call."""

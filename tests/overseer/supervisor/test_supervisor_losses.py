@@ -1,5 +1,8 @@
 """The supervisor where a component is lost that the run cannot go on without."""
 
+import pytest
+
+from penstock.types import ConfigError
 from tests.overseer.supervisor.world import World
 
 
@@ -85,3 +88,33 @@ def test_ending_an_essential_component_tells_of_its_loss_and_costs_no_restart():
     world.supervisor.end("learner-0", "again")
     world.advance(2.0)
     assert len(world.losses) == 1
+
+
+def test_what_an_essential_component_refuses_at_its_first_start_ends_the_run_at_once():
+    world = World()
+    world.add("learner-0", "rollout-0", essential=True)
+    world.change("learner-0", state="failed", error="optimizer.name is muon", refused=True)
+    with pytest.raises(ConfigError, match=r"^optimizer\.name is muon$"):
+        world.advance(2.0)
+    assert world.told("component_death")[0]["component"] == "learner-0"
+    world.advance(30.0)  # the others are looked after until the run has ended
+    assert world.started("learner-0") == [0] and world.newest("learner-0").killed
+
+
+def test_whoever_may_be_started_elsewhere_or_ran_before_has_its_restarts():
+    world = World()
+    world.add("inference-0")
+    world.add("learner-0", essential=True)
+    world.change("inference-0", state="failed", error="no such directory", refused=True)
+    world.change("learner-0", state="failed", error="a fault")
+    world.advance(4.0)
+    assert world.started("inference-0") == [0, 1]
+    world.supervisor.respawn("learner-0")
+    world.advance(4.0)
+    world.change("learner-0", state="failed", error="unreadable", refused=True)
+    world.advance(4.0)
+    assert [event["reason"] for event in world.told("component_death")] == [
+        "no such directory",
+        "a fault",
+        "unreadable",
+    ]

@@ -27,7 +27,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.overseer.launch.launcher import Component, Factory
-from penstock.overseer.supervisor.messages import ComponentMessage, ComponentStatus, Identity, Membership, Reply, Report
+from penstock.overseer.supervisor.messages import (
+    REFUSALS,
+    ComponentMessage,
+    ComponentStatus,
+    Identity,
+    Membership,
+    Reply,
+    Report,
+)
 from penstock.rundir import JsonLinesLog
 from penstock.rundir.logs import open_unlinked
 from penstock.types import Caller, PenstockError, RunDirectoryError, SupersededError, UnreachableError
@@ -199,7 +207,7 @@ class ComponentHost:
         self._senders.look(view)
         self._outbox = Outbox()
         self._component: Component | None = None
-        self._failure = ""
+        self._failure: ComponentStatus | None = None
         self._draining = False
         self._calls = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix=f"{identity.name}.call")
         self._beats = ThreadPoolExecutor(1, thread_name_prefix=f"{identity.name}.beat")
@@ -280,7 +288,7 @@ class ComponentHost:
                 self._senders.check(sender)
         component = self._component
         if component is None:
-            reason = f"failed to start: {self._failure}" if self._failure else "is starting"
+            reason = "is starting" if self._failure is None else f"failed to start: {self._failure.error}"
             raise UnreachableError(f"{self.identity} {reason}")
         barred = method.startswith("_") or (sender is not None and method in OVERSEER_ONLY)
         target = None if barred else getattr(component, method, None)
@@ -324,7 +332,9 @@ class ComponentHost:
             component.start()
         except Exception as error:  # its condition from now on
             log.exception("%s could not be started", self.identity)
-            self._failure = f"{type(error).__name__}: {error}"
+            refused = isinstance(error, REFUSALS)
+            told = str(error) if refused else f"{type(error).__name__}: {error}"
+            self._failure = ComponentStatus("failed", "failed to start", error=told, refused=refused)
             return
         with self._lock:
             self._component, draining = component, self._draining
@@ -350,8 +360,8 @@ class ComponentHost:
             except Exception as error:  # it must not raise; the overseer is told as of any other failure
                 log.exception("the condition of %s is unknown", self.identity)
                 return ComponentStatus("failed", "failed to say how it is", error=f"{type(error).__name__}: {error}")
-        if self._failure:
-            return ComponentStatus("failed", "failed to start", error=self._failure)
+        if self._failure is not None:
+            return self._failure
         return ComponentStatus("starting", "making the component")
 
 

@@ -17,7 +17,7 @@ from penstock.overseer.supervisor.heartbeat import Heartbeat, StaleMessages
 from penstock.overseer.supervisor.messages import ComponentMessage, Identity, Peer, Report
 from penstock.overseer.supervisor.stopping import Background, Termination
 from penstock.overseer.supervisor.stragglers import Stragglers
-from penstock.types import RunFailed, UnreachableError
+from penstock.types import ConfigError, RunFailed, UnreachableError
 
 MOST_DEATHS = 5
 """Times ``overseer.max_restarts``: so many components may die without one new version of the policy."""
@@ -322,6 +322,7 @@ class Lifecycle:
 
         Raises:
             RunFailed: it died once too often, or cannot be shown to be dead.
+            ConfigError: it is essential, and refused at its first start what it was given.
         """
         if member.ending is not None:
             self._look_at_ending(member, member.ending, now_s)
@@ -381,6 +382,10 @@ class Lifecycle:
     def _judge(self, member: Member, report: Report, now_s: float) -> None:
         """Acts on what a report says."""
         condition, config = report.condition, self._config
+        if condition.refused and member.spec.essential and not member.deaths:
+            self.end(member, condition.error, now_s)
+            member.given_up = True
+            raise ConfigError(condition.error)
         if condition.state == "failed":
             self._died(member, condition.error or "failed without saying why", now_s)
         elif member.leaving and condition.state in ("drained", "finished"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import penstock.types.errors as known
-from penstock.types import PenstockError, SupersededVersionError
+from penstock.types import CheckpointError, ConfigError, PenstockError, SupersededVersionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,9 @@ def _known_type(error: type[PenstockError]) -> type[PenstockError]:
     """The nearest base that `penstock.types` has: both sides know those."""
     return next(base for base in error.__mro__ if getattr(known, base.__name__, None) is base)
 
+
+REFUSALS = (ConfigError, CheckpointError)
+"""What a component raises where it is given bad input, or what does not fit."""
 
 State = Literal["starting", "running", "drained", "finished", "failed"]
 """`drained`: it has finished what it began and takes nothing new; `finished`: its task is done."""
@@ -150,6 +153,7 @@ class ComponentStatus:
         metrics: ``<group>/<name>`` numbers of this moment.
         facts: JSON values for status.json.
         error: With state `failed`: what happened.
+        refused: With state `failed`: it never ran, for what it was given is bad input or does not fit.
     """
 
     state: State
@@ -161,6 +165,7 @@ class ComponentStatus:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     error: str = ""
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

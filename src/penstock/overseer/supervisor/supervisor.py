@@ -258,15 +258,16 @@ class Supervisor:
         Raises:
             RunFailed: a component died more often than its budget allows, or cannot be shown to be dead. Raised once;
                 ticks after it go on with the others, so that the run can end in good order.
+            ConfigError: an essential component refused at its first start what it was given; likewise.
             PenstockError: whatever the launcher, or the owner raised.
         """
         self._patience.tick()
         self._lives.late.poll()
-        failure: RunFailed | None = None
+        failure: RunFailed | ConfigError | None = None
         for member in list(self._members.values()):
             try:
                 self._lives.look(member, self._now)
-            except RunFailed as error:  # the others are looked at first
+            except (RunFailed, ConfigError) as error:  # the others are looked at first
                 failure = failure or error
         self._take_out()
         self._start_due()
