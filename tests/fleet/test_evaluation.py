@@ -1,5 +1,6 @@
 """Evaluation: whole episodes, a fixed number of each slot, whatever their lengths."""
 
+import itertools
 import time
 
 import numpy as np
@@ -137,3 +138,17 @@ def test_episodes_that_do_not_end_are_named():
 def test_no_episodes_are_refused():
     with pytest.raises(ConfigError, match="episodes = 0"):
         evaluate(Script(), 0)
+
+
+def test_one_that_takes_long_says_how_far_it_is_each_time_twice_as_late():
+    now = itertools.count(step=10.0)
+    pool, told = FakePool(2, script=Script(ends=lambda slot, episode, step: None)), []
+    pool.start(1)
+    with pytest.raises(NoProgressError):
+        evaluate_policy(
+            pool, FakeRunner(2), 3, CONFIG, timeout_s=300.0, on_slow=told.append, clock=lambda: next(now)
+        )  # fmt: skip
+    assert [words.partition(" s and ")[0] for words in told] == [
+        f"0 of 3 episodes of the evaluation are over after {seconds}" for seconds in (60, 120, 240)
+    ]
+    assert all(words.endswith("a task whose episodes may never end needs kwargs.max_episode_steps") for words in told)

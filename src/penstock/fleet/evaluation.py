@@ -25,6 +25,9 @@ from penstock.fleet.rollout_loop import POLL_S, RolloutWorker
 from penstock.fleet.steps import StepBatch
 from penstock.types import ConfigError, NoProgressError, RunFailed
 
+SLOW_S = 60.0
+"""An evaluation that takes longer says how far it is."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyEvaluation:
@@ -61,6 +64,7 @@ def evaluate_policy(
     *,
     timeout_s: float = 3600.0,
     on_batch: Sequence[Callable[[StepBatch], None]] = (),
+    on_slow: Callable[[str], None] = lambda words: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> PolicyEvaluation:
     """Plays `episodes` episodes of each task on a started pool that has not acted yet, and leaves it open.
@@ -75,6 +79,7 @@ def evaluate_policy(
         config: Batching and the discount.
         timeout_s: For all of it.
         on_batch: Further progress handlers.
+        on_slow: Told how far it is after `SLOW_S` seconds, and each time that twice as many are over.
         clock: Monotonic seconds.
 
     Raises:
@@ -85,8 +90,11 @@ def evaluate_policy(
     if episodes < 1:
         raise ConfigError(f"episodes = {episodes}: an evaluation plays at least one")
     tally = _Tally(pool.tasks, episodes, config.discount)
+    steps, told_s = 0, SLOW_S
 
     def take(batch: StepBatch) -> None:
+        nonlocal steps
+        steps += int(np.count_nonzero(batch.acted))
         tally.add(batch)
         for handler in on_batch:
             handler(batch)
@@ -100,6 +108,12 @@ def evaluate_policy(
                 f"some: {tally.slots_that_owe()[:8]}. A task whose episodes may never end needs "
                 "kwargs.max_episode_steps; else lower episodes"
             )
+        if clock() - began >= told_s:
+            on_slow(
+                f"{tally.wanted - owed} of {tally.wanted} episodes of the evaluation are over after {told_s:g} s and "
+                f"{steps:,} steps: a task whose episodes may never end needs kwargs.max_episode_steps"
+            )
+            told_s *= 2
         worker.run_once(POLL_S)
         tally.give_over(pool.given_up())
     worker.finish()

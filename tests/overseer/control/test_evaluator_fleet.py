@@ -31,13 +31,14 @@ class Rehearsal:
         monkeypatch.setattr(fleet_evaluator, "make_evaluation_runner", lambda policy, config, version: version)
         monkeypatch.setattr(fleet_evaluator, "play_episodes", self.play)
 
-    def play(self, pool, runner, config, episodes, stopping, on_steps):
+    def play(self, pool, runner, config, episodes, stopping, on_steps, on_slow):
         self.began.set()
         assert self.gate.wait(10)
         if self.failure is not None:
             raise self.failure
         self.played.append(runner.step)
         on_steps(7)
+        on_slow("2 of 3 episodes")
         return {"pole": STATS}
 
     def close(self) -> None:
@@ -81,6 +82,8 @@ def test_multiples_that_were_passed_are_due_and_the_newest_of_them_is_played(reh
     thread.join(5)
     assert not thread.is_alive() and rehearsal.played == rehearsal.logged == [12, 35]
     assert rehearsal.closed == 2 and evaluator.steps == 14
+    slow = {"words": "2 of 3 episodes"}
+    assert rehearsal.events == [("evaluation_slow", {"step": step} | slow) for step in (12, 35)]
     assert evaluator.state() == {"evaluated_step": 35}
 
 
@@ -133,7 +136,7 @@ def test_an_evaluation_that_fails_is_told_and_the_next_one_is_played(rehearsal):
     wait_until(lambda: rehearsal.played)
     evaluator.stop()
     thread.join(5)
-    assert rehearsal.events == [("evaluation_failed", {"step": 1, "error": "all simulators were given up"})]
+    assert [event for event in rehearsal.events if event[0] == "evaluation_failed"] == [("evaluation_failed", {"step": 1, "error": "all simulators were given up"})]
     assert rehearsal.played == [2] and rehearsal.closed == 2
 
 

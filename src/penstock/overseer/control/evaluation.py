@@ -181,7 +181,7 @@ def evaluate_fleet(
             )
         runner = make_evaluation_runner(policy, config)
         wanted = episodes or config.evaluation.episodes
-        results = play_episodes(pool, runner, fleet, wanted, threading.Event())
+        results = play_episodes(pool, runner, fleet, wanted, threading.Event(), on_slow=_tell)
     finally:
         pool.close()
     reports = {task: TaskReport.of(stats) for task, stats in results.items()}

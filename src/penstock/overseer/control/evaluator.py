@@ -52,6 +52,7 @@ def play_episodes(
     episodes: int,
     stopping: threading.Event,
     on_steps: Callable[[int], None] | None = None,
+    on_slow: Callable[[str], None] = lambda words: None,
 ) -> Results:
     """Plays on a started pool.
 
@@ -62,6 +63,7 @@ def play_episodes(
         episodes: Number per task.
         stopping: Ends it early.
         on_steps: Told of the steps of each batch.
+        on_slow: Told how far it is, where that takes long.
 
     Returns:
         Statistics by task.
@@ -72,7 +74,7 @@ def play_episodes(
         RunFailed: every simulator of a task was given up.
     """
     watch = partial(_watch, stopping, on_steps)
-    played = evaluate_policy(pool, runner, episodes, config, on_batch=[watch])
+    played = evaluate_policy(pool, runner, episodes, config, on_batch=[watch], on_slow=on_slow)
     return {task: _stats(task, played) for task in config.tasks}
 
 
@@ -203,12 +205,15 @@ class FleetEvaluator:
         def count(steps: int) -> None:
             self.steps += steps
 
+        def tell(words: str) -> None:
+            self._on_event("evaluation_slow", {"step": version.step, "words": words})
+
         self.doing = f"evaluating version {version.step}"
         pool = open_evaluation_pool(self._config, self._on_event)
         try:
             runner = make_evaluation_runner(with_named_arrays(self._policy, arrays), self._config, version)
             fleet, episodes = evaluation_fleet(self._config), self._config.evaluation.episodes
-            return play_episodes(pool, runner, fleet, episodes, self._stopping, count)
+            return play_episodes(pool, runner, fleet, episodes, self._stopping, count, tell)
         finally:
             pool.close()
             self.doing = ""
