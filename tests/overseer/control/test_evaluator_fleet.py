@@ -136,7 +136,8 @@ def test_an_evaluation_that_fails_is_told_and_the_next_one_is_played(rehearsal):
     wait_until(lambda: rehearsal.played)
     evaluator.stop()
     thread.join(5)
-    assert [event for event in rehearsal.events if event[0] == "evaluation_failed"] == [("evaluation_failed", {"step": 1, "error": "all simulators were given up"})]
+    failed = {"step": 1, "error": "all simulators were given up"}
+    assert [fields for kind, fields in rehearsal.events if kind == "evaluation_failed"] == [failed]
     assert rehearsal.played == [2] and rehearsal.closed == 2
 
 

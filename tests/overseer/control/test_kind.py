@@ -2,14 +2,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from penstock.overseer import FleetRunConfig
 from penstock.overseer.component import Settings
 from penstock.overseer.config_loading import build_config
-from penstock.overseer.control.kind import ControlKind
+from penstock.overseer.control.kind import ControlKind, actions_out_of_reach, large_returns
 from penstock.overseer.kind import REWOUND
 from penstock.overseer.supervisor.member import ComponentSpec
 from penstock.rundir import RunDirectory
-from penstock.types import LeafSpace, Spaces
+from penstock.types import LeafSpace, RolloutBatchStats, Spaces
 
 SPACES = Spaces((LeafSpace("", "box", (4,), "float32"),), (LeafSpace("", "discrete", (), "int64", (2,)),))
 
@@ -57,3 +59,40 @@ def test_going_back_gives_learner_replay_and_evaluator_the_checkpoint():
     assert all(values["lineage"] == 2 and "spaces" in values for values in anew.values())
     assert anew["learner-0"]["checkpoint"].endswith("checkpoints/step-4")
     assert anew["evaluator-0"]["state"] == {"evaluated_step": 3}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "std", "told"),
+    [
+        (-1.0, 1.0, 1.0, False),
+        (-2.0, 2.0, 1.0, False),
+        (0.0, 1.0, 1.0, False),
+        (-0.4, 0.4, 1.0, False),
+        (-0.4, 0.4, 5.0, True),
+        (0.0, 1000.0, 1.0, True),
+        (-0.01, 0.01, 1.0, True),
+        (3.0, 5.0, 1.0, True),
+        (-5.0, -3.0, 1.0, True),
+        (None, 1000.0, 1.0, False),
+    ],
+)
+def test_actions_that_a_policy_hardly_reaches_are_told(low, high, std, told):
+    wheel = LeafSpace("wheel", "box", (2,), "float32", low=low, high=high)
+    spaces = Spaces(SPACES.observations, (*SPACES.actions, wheel))
+    found = actions_out_of_reach(spaces, std)
+    assert len(found) == told
+    if low == 0.0 and told:
+        assert found[0].startswith(
+            "action wheel lies in [0, 1000], and a policy begins with N(0, 1²), clipped to that: "
+        )
+
+
+def test_returns_beyond_what_values_learn_from_name_the_scale_that_brings_them_to_tens():
+    def results(reward: float) -> dict[str, RolloutBatchStats]:
+        return {"pole": RolloutBatchStats("pole", 1, 1, reward, 0.0, 0.0, 1.0, 0.0)}
+
+    assert large_returns(results(-1200.0), 1.0) == large_returns(results(2e6), 1e-5) == []
+    (words,) = large_returns(results(-2.5e6), 1.0)
+    assert "return is -2.5e+06" in words and words.endswith("set learner.reward_scale=1e-05")
+    (words,) = large_returns(results(3e7), 0.01)
+    assert words.endswith("set learner.reward_scale=1e-06")

@@ -11,6 +11,7 @@ one report to another. The learner is the goal of all others: while it is busy i
 inference does where it is busy; otherwise the simulators do.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -44,6 +45,11 @@ from penstock.types import ConfigError, Spaces, Stopped
 COUNTERS = ("fleet/steps_total", "fleet/blocked_s")
 """What only grows, but where the replay buffer of many processes is begun anew, and counts from there."""
 
+
+FAR = 10.0
+"""Bounds of so many standard deviations, or a fraction of one, are told to the user."""
+LARGE_RETURN = 1e4
+"""Scaled returns beyond this are, too."""
 
 WINDOW_S = 5.0
 """Rates are over so long, or over the time between the last two tellings where that is longer."""
@@ -260,6 +266,36 @@ def check_resume(config: FleetRunConfig, spaces: Spaces, checkpoint: Path) -> No
 ACCELERATED = ("learner",)
 
 
+def actions_out_of_reach(spaces: Spaces, std: float) -> list[str]:
+    """Of each `Box` of actions, why a policy that begins with N(0, std²), clipped to it, learns little; mostly none."""
+    found = []
+    for leaf in spaces.actions:
+        if leaf.kind != "box" or leaf.low is None or leaf.high is None:
+            continue
+        half = (leaf.high - leaf.low) / 2
+        if half > FAR * std or half < std / FAR or not leaf.low - std < 0 < leaf.high + std:
+            name = f" {leaf.name}" if leaf.name else ""
+            found.append(
+                f"action{name} lies in [{leaf.low:g}, {leaf.high:g}], and a policy begins with N(0, {std:.3g}²), "
+                "clipped to that: make the simulator with gymnasium.wrappers.RescaleAction(env, -1, 1)"
+            )
+    return found
+
+
+def large_returns(results: Results, reward_scale: float) -> list[str]:
+    """Of each task whose returns drown the policy's loss in that of the values, what to set."""
+    found = []
+    for task, stats in results.items():
+        scaled = abs(stats.reward_mean) * reward_scale
+        if scaled > LARGE_RETURN:
+            fits = reward_scale * 10.0 ** -math.floor(math.log10(scaled) - 1)
+            found.append(
+                f"task {task}: the untrained policy's return is {stats.reward_mean:.3g}; returns of some ones or tens "
+                f"are learned from best: set learner.reward_scale={fits:g}"
+            )
+    return found
+
+
 @final
 class ControlKind:
     """Implements `penstock.overseer.kind.PolicyKind`.
@@ -382,10 +418,14 @@ class ControlKind:
         yield
 
     def before_training(self, run: Run) -> PhaseSteps:
-        """The evaluation of the untrained policy, where it is wanted."""
+        """The evaluation of the untrained policy, where it is wanted; says what a network can hardly learn from."""
+        for words in actions_out_of_reach(self.spaces, math.exp(run.config.model.initial_log_std)):
+            run.log.event("badly_scaled", words=words)
         if run.config.evaluation.before:
             run.phase("evaluating the untrained policy")
             run.results["untrained"] = run.results["before"] = yield from run.evaluate("untrained")
+            for words in large_returns(run.results["untrained"], run.config.learner.reward_scale):
+                run.log.event("badly_scaled", words=words)
 
     def checked(self, run: Run) -> PhaseSteps:
         """Nothing."""
