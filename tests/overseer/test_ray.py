@@ -167,7 +167,7 @@ def test_messages_are_repeated_until_they_are_acknowledged(spawned):
 
 def test_a_component_that_cannot_be_made_says_why(spawned):
     condition = running(spawned(fails=True)).condition
-    assert (condition.state, condition.error) == ("failed", "CheckpointError: nothing to start from")
+    assert (condition.state, condition.error) == ("failed", "nothing to start from")
 
 
 # --- incarnations ----------------------------------------------------------------------------------------------------

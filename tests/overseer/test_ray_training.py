@@ -244,6 +244,12 @@ def test_beside_a_base_adapters_alone_travel_between_processes(tmp_path: Path):
     assert steps * size <= rows[-1]["weights/bytes_served"] < steps * 1.5 * size
     assert steps * 1.5 * size < 4 * shape.parameter_count
     assert all(row["train/parity_checked"] > 0 and row["train/parity_kl"] < 1e-6 for row in rows)
+    recorded = (run_dir / "config.yaml").read_bytes()
+    with driver(run_dir, "--resume", str(run_dir), f"steps={2 * steps}", "learner.optimizer.name=muon") as run:
+        assert run.end() == 2, run.output()
+    assert "optimiser state does not fit" in run.output() and (run_dir / "config.yaml").read_bytes() == recorded
+    deaths = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "component_death"]
+    assert [event["component"] for event in deaths] == ["learner-0"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import pytest
 
+from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.types import ConfigError
 from tests.overseer.supervisor.world import World
 
@@ -90,31 +91,30 @@ def test_ending_an_essential_component_tells_of_its_loss_and_costs_no_restart():
     assert len(world.losses) == 1
 
 
-def test_what_an_essential_component_refuses_at_its_first_start_ends_the_run_at_once():
+@pytest.mark.parametrize("refusing", ["learner-0", "inference-1"])
+def test_what_a_component_refuses_before_any_of_its_role_ran_ends_the_run_at_once(refusing):
     world = World()
-    world.add("learner-0", "rollout-0", essential=True)
-    world.change("learner-0", state="failed", error="optimizer.name is muon", refused=True)
+    world.autorun = False
+    world.add("learner-0", essential=True)
+    world.add("rollout-0", "inference-0", "inference-1")
+    for component in world.spawned:
+        component.condition = ComponentStatus("starting", "loading")
+        component.run()
+    world.advance(1.0)
+    world.change(refusing, state="failed", error="optimizer.name is muon", refused=True)
     with pytest.raises(ConfigError, match=r"^optimizer\.name is muon$"):
         world.advance(2.0)
-    assert world.told("component_death")[0]["component"] == "learner-0"
+    assert [event["component"] for event in world.told("component_death")] == [refusing]
     world.advance(30.0)  # the others are looked after until the run has ended
-    assert world.started("learner-0") == [0] and world.newest("learner-0").killed
+    assert world.started(refusing) == [0] and world.newest(refusing).killed
 
 
-def test_whoever_may_be_started_elsewhere_or_ran_before_has_its_restarts():
+def test_what_one_refuses_of_a_role_that_ran_is_a_death_like_any_other():
     world = World()
-    world.add("inference-0")
+    world.add("inference-0", "inference-1")
     world.add("learner-0", essential=True)
-    world.change("inference-0", state="failed", error="no such directory", refused=True)
-    world.change("learner-0", state="failed", error="a fault")
-    world.advance(4.0)
-    assert world.started("inference-0") == [0, 1]
-    world.supervisor.respawn("learner-0")
-    world.advance(4.0)
+    world.change("inference-1", state="failed", error="no such directory", refused=True)
     world.change("learner-0", state="failed", error="unreadable", refused=True)
     world.advance(4.0)
-    assert [event["reason"] for event in world.told("component_death")] == [
-        "no such directory",
-        "a fault",
-        "unreadable",
-    ]
+    assert world.started("inference-1") == [0, 1] and world.losses == [("learner-0#0", "unreadable")]
+    assert [event["reason"] for event in world.told("component_death")] == ["no such directory", "unreadable"]

@@ -316,13 +316,14 @@ class Lifecycle:
         self._owner = owner
         self._stragglers = stragglers
         self._background = background
+        self._ran: set[str] = set()
 
     def look(self, member: Member, now_s: float) -> None:
         """Looks at one member, without waiting.
 
         Raises:
             RunFailed: it died once too often, or cannot be shown to be dead.
-            ConfigError: it is essential, and refused at its first start what it was given.
+            ConfigError: it refused what it was given, and none of its role has run yet.
         """
         if member.ending is not None:
             self._look_at_ending(member, member.ending, now_s)
@@ -382,7 +383,9 @@ class Lifecycle:
     def _judge(self, member: Member, report: Report, now_s: float) -> None:
         """Acts on what a report says."""
         condition, config = report.condition, self._config
-        if condition.refused and member.spec.essential and not member.deaths:
+        if condition.state == "running":
+            self._ran.add(member.spec.role)
+        if condition.refused and member.spec.role not in self._ran:
             self.end(member, condition.error, now_s)
             member.given_up = True
             raise ConfigError(condition.error)

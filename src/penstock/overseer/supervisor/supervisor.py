@@ -258,7 +258,7 @@ class Supervisor:
         Raises:
             RunFailed: a component died more often than its budget allows, or cannot be shown to be dead. Raised once;
                 ticks after it go on with the others, so that the run can end in good order.
-            ConfigError: an essential component refused at its first start what it was given; likewise.
+            ConfigError: a component refused what it was given before any of its role ran; likewise.
             PenstockError: whatever the launcher, or the owner raised.
         """
         self._patience.tick()
