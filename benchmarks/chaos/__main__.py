@@ -61,7 +61,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bound", type=float, default=120.0, help="longest time to recover, in seconds")
     parser.add_argument("--calm", type=float, default=60.0, help="longest time without an update while no fault lasts")
     parser.add_argument("--more-minutes", type=float, default=15.0, help="longest time after the faults")
-    parser.add_argument("--learning-rate", type=float, default=3e-4, help="the recipe's own is 1e-3")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="the recipe's own is 1.5e-3")
     parser.add_argument("--groups", type=int, default=16, help="in a batch, of 8 rollouts each; the recipe's own is 16")
     parser.add_argument("--scratch", type=Path, help="an existing folder for everything; by default a new one")
     parser.add_argument("--out", type=Path, help="a line for each fault; by default runs/chaos-<time>.jsonl")
