@@ -84,6 +84,7 @@ def test_exit_codes(error, code, line, monkeypatch, capsys):
 def test_notes_of_an_error_are_part_of_its_line(monkeypatch, capsys):
     error = RunFailed("no progress")
     error.add_note("the story is in runs/x/events.jsonl")
+    error.add_note("-----\nFor simplicity, JAX has removed its internal frames from the traceback.")
 
     def fail(**named):
         raise error

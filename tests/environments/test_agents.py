@@ -197,7 +197,7 @@ def test_a_program_is_given_url_key_and_problem_and_prints_its_reward(served, mo
         ("import sys; sys.exit('no harness today')", "ended with exit status 1: no harness today"),
         ("pass", "printed nothing"),
         ("print('done')", "the agent's last line is 'done': it must be the reward"),
-        ("print(1.0)", "the agent asked the policy nothing about 'p"),
+        ("print(1.0)", "the policy answered the agent nothing about 'p"),
         ("import time; time.sleep(60)", "took longer than max_seconds = 0.5"),
     ],
 )

@@ -162,3 +162,7 @@ def test_the_presets_are_losses_of_each_token_alone_but_for_sequences(preset, so
         beside = LossConfig(preset=preset, correction=correction)
         assert beside.each_alone(source) == (source == "behaviour" and preset != "gspo")
     assert not LossConfig(module="a:B").each_alone(source)
+
+
+def test_the_longest_of_row_lengths_does_not_count_as_given():
+    assert LearnerConfig(row_lengths=(64, 128)).model_dump(exclude_unset=True) == {"row_lengths": (64, 128)}

@@ -26,7 +26,7 @@ def test_gradients_of_rollouts_add_up_to_those_of_each_step(
     learner, other = (Learner(decoder, config.model_copy(update=update), 9) for _ in range(2))
     batch, steps = make_batch(examples), 0
     for step in learner.planned_steps(batch, 0):
-        parts = [step.gradient_of(rollout_id, 0, 99) for rollout_id in step.rollout_ids]
+        parts = [step.gradient_of(example.rollout_ids[0], 0, 99) for example in step.examples]
         np.testing.assert_allclose(sum(map(flat, parts)), flat(step.gradients), atol=1e-6)
         steps += 1
     assert steps == other.update(batch, 0)["train/optimizer_steps"] and learner.step == 1

@@ -42,6 +42,19 @@ class NoAdvantages:
         return inputs.logprobs
 
 
+class Raises(Plain):
+    def compute_advantages(self, group):
+        raise KeyError("no such reward")
+
+    def loss(self, inputs):
+        return inputs.logprobs - inputs.reference_logprobs  # None: no reference is named
+
+
+class NoBools(Plain):
+    def loss(self, inputs):
+        return TokenLoss(inputs.logprobs, clipped=inputs.logprobs)
+
+
 HERE = f"{__name__}:"
 
 
@@ -98,6 +111,15 @@ def test_a_wrong_loss_is_told_by_its_key(decoder, config, examples, make_batch):
     learner = Learner(decoder, config.model_copy(update={"loss": LossConfig(module=HERE + "OneNumber")}), 5)
     with pytest.raises(ConfigError, match=r"OneNumber.loss gave .* of shape \(\).*must be float32 \[48\]"):
         learner.update(make_batch(examples), 0)
+    for name, message in {
+        "Raises": r"learner\.loss\.module: Raises\.loss raised TypeError: unsupported operand",
+        "NoBools": r"NoBools\.loss gave clipped of shape \(48,\) and dtype float32: it must be bool \[48\]",
+    }.items():
+        learner = Learner(decoder, config.model_copy(update={"loss": LossConfig(module=HERE + name)}), 5)
+        with pytest.raises(ConfigError, match=message):
+            learner.update(make_batch(examples), 0)
+    with pytest.raises(ConfigError, match="compute_advantages raised KeyError: 'no such reward' for group g-0-0"):
+        compute_advantages(Raises().compute_advantages, [group(0.5, 3.0)])
     for name, message in {
         "NeedsMore": "missing 1 required positional argument: 'coefficient'; it takes no arguments",
         "NoAdvantages": "gives a NoAdvantages, which lacks compute_advantages or loss",

@@ -265,10 +265,25 @@ def test_a_directory_s_weights_are_in_no_checkpoint_and_the_run_s_own_are(decode
     np.testing.assert_array_equal(state["reference.embedding"], named_arrays(decoder)["embedding"])
     plain = Learner(learner.decoder, with_kl(config), 10)
     plain.restore_arrays(state)
-    assert not any(name.startswith("reference.") for name in plain.state_arrays())
+    assert not any(name.startswith("reference") for name in plain.state_arrays())
     late = Learner(learner.decoder, with_kl(config, coefficient=0.5, reference="initial"), 10)
     with pytest.raises(CheckpointError, match=r"version 1 has no reference.*learner\.kl\.reference"):
         late.restore_arrays(plain.state_arrays())
+
+
+def test_an_average_is_never_taken_for_the_weights_of_the_beginning(decoder, config, examples, make_batch):
+    averaging = Learner(decoder, with_kl(config, coefficient=0.5, reference="ema", ema_decay=0.9), 10)
+    averaging.update(make_batch(examples), 0)
+    state = averaging.state_arrays()
+    held = Learner(averaging.decoder, with_kl(config, coefficient=0.5, reference="initial"), 10)
+    with pytest.raises(CheckpointError, match=r"reference is initial, and .* version 1 is a moving average.*leave it"):
+        held.restore_arrays(state)
+    earlier = {name.replace("reference_average.", "reference."): array for name, array in state.items()}
+    for kept in (state, earlier):
+        resumed = Learner(averaging.decoder, with_kl(config, coefficient=0.5, reference="ema", ema_decay=0.9), 10)
+        resumed.restore_arrays(kept)
+        for name, array in resumed.state_arrays().items():
+            np.testing.assert_array_equal(array, state[name])
 
 
 def test_a_reference_of_another_shape_is_refused_and_none_cannot_score(decoder, config, examples, tokenizer, tmp_path):

@@ -24,6 +24,18 @@ def test_a_death_of_a_component_is_one_line(tmp_path):
     assert (event["event"], event["component"], event["incarnation"]) == ("component_death", "rollout-1", 0)
 
 
+def test_a_skipped_update_is_told(tmp_path):
+    log = _log(tmp_path)
+    log.metrics(3, {"train/non_finite": 0.0})
+    log.metrics(4, {"train/non_finite": 0.5})
+    log.close()
+    (event,) = [each for each in read_events(tmp_path / "events.jsonl") if each["event"] == "update_skipped"]
+    assert (event["step"], event["share"]) == (4, 0.5)
+    assert log.progress.notes[-1].endswith(
+        "50% of the update's optimiser steps skipped: the loss or gradient was not finite"
+    )
+
+
 def test_a_full_disk_is_told_while_the_run_waits_for_room(tmp_path):
     log = _log(tmp_path / "run")
     log.event("disk_full", reason="no room on the disk for 6 s: [Errno 28] No space left on device: 'step-50'")

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from penstock.batch import BatchMakerConfig
 from penstock.replay import RolloutStore, StoredBatches, StoredRollouts
 from penstock.rundir import RunDirectory, write_records
 from penstock.types import (
@@ -94,7 +95,7 @@ def test_what_no_row_can_hold_is_left_out_and_counted(part):
     rows = [*records(2), record(3, 0, tokens=15), record(3, 1), record(4, 0), record(4, 1)]
     stored = read(part(rows))
     assert stored.rollouts == 7 and stored.left_out == {"invalid": 1, "filtered": 0}
-    flat = read(part(rows), filter_zero_variance=True)
+    flat = read(part(rows), batch_maker=BatchMakerConfig(filter_zero_variance=True))
     assert flat.rollouts == 4 and flat.left_out == {"invalid": 1, "filtered": 3}
 
 
@@ -130,8 +131,29 @@ def test_empty_places_are_refused(tmp_path, part):
     (tmp_path / "young" / "rollouts").mkdir(parents=True)
     with pytest.raises(ConfigError, match="it holds no rollouts yet"):
         read(tmp_path / "young")
-    with pytest.raises(ConfigError, match="all rewards of every group are equal"):
-        read(part([record(0, 0), record(0, 1)]), filter_zero_variance=True)
+    with pytest.raises(
+        ConfigError, match="none of its 2 rollouts passes the filters: all rewards of a group were equal"
+    ):
+        read(part([record(0, 0), record(0, 1)]), batch_maker=BatchMakerConfig(filter_zero_variance=True))
+
+
+def test_the_filters_of_a_run_that_generates_act_on_stored_rollouts(part):
+    cut = [record(0, member, 1.0, finish_reason="length") for member in range(2)]
+    rows = [*cut, record(0, 2, 0.5), *records(3)[2:], *(record(9, member, 1.0) for member in range(2))]
+    masked = read(part(rows), batch_maker=BatchMakerConfig(filter_overlong="mask"))
+    assert masked.left_out["filtered"] == 2 and [len(group.rollouts) for group in masked.groups] == [1, 2, 2, 2]
+    between = read(part(rows), batch_maker=BatchMakerConfig(filter_difficulty=(0.1, 0.9)))
+    assert between.left_out["filtered"] == 2 and between.rollouts == 7, "0.83 and twice 0.5 stay, 1 goes"
+    less = read(part(rows), batch_maker=BatchMakerConfig(filter_overlong="penalise", overlong_penalty=0.25))
+    assert less.groups[0].rewards.tolist() == [0.75, 0.75, 0.5] and less.left_out == {"filtered": 0}
+
+
+def test_rollouts_of_two_runs_in_one_folder_are_refused(part):
+    """Their ids are the same: one of each two would be lost, or both be one group."""
+    part(records())
+    other = [replace(row, rollout=replace(row.rollout, response_tokens=np.int32([7, 8, 9]))) for row in records()]
+    with pytest.raises(ConfigError, match="two rollouts in it have the id l-0-0/0, as those of different runs do"):
+        read(part(other, "part-b.parquet"))
 
 
 def test_rows_without_log_probabilities_and_newer_rows_are_refused(part):

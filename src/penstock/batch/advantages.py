@@ -165,7 +165,7 @@ def compute_advantages(
         ConfigError: one's own function gave anything but one finite number for each rollout.
     """
     if callable(name):
-        return [_checked(name(group), group) for group in groups]
+        return [_by_own(name, group) for group in groups]
     if name in OF_THE_BATCH:
         return reinforce_pp(groups, baseline=name == "reinforce_pp_baseline")
     if name == "turn":
@@ -218,8 +218,15 @@ def _penalised(rollout: AnyRollout, example: RLExample, coefficient: float) -> R
     return replace(plain, token_rewards=rewards, episode_reward=float(plain.episode_reward - penalties.sum()))
 
 
-def _checked(values: np.ndarray, group: RolloutGroup) -> Float32[np.ndarray, " n"]:
-    advantages = np.asarray(values, np.float32)
+def _by_own(function: Callable[[RolloutGroup], np.ndarray], group: RolloutGroup) -> Float32[np.ndarray, " n"]:
+    """By a function of the user's."""
+    try:
+        advantages = np.asarray(function(group), np.float32)
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(
+            f"learner.loss.module: compute_advantages raised {type(error).__name__}: {error} for group "
+            f"{group.group_id} (PENSTOCK_TRACEBACK=1 shows where)"
+        ) from error
     if advantages.shape != (len(group.rollouts),) or not np.isfinite(advantages).all():
         raise ConfigError(
             f"learner.loss.module: compute_advantages gave {advantages.tolist()} for group {group.group_id}: it must "

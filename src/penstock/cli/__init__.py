@@ -124,7 +124,8 @@ def _explained(error: Exception) -> tuple[str, int]:
         UnreachableError,
     )
 
-    message = _one_line("; ".join([str(error), *getattr(error, "__notes__", [])]))
+    notes = [note for note in getattr(error, "__notes__", []) if "JAX has removed its internal frames" not in note]
+    message = _one_line("; ".join([str(error), *notes]))
     if isinstance(error, ConfigError | CheckpointError | SchemaVersionError):
         return message, 2
     if isinstance(error, Stopped):

@@ -170,8 +170,9 @@ class AgentEnvironment(ExampleEnvironment):
             reward = self._reward(task.example, said)
             if not completions:
                 raise EnvironmentFailure(
-                    f"the agent asked the policy nothing about {task.example.example_id!r}: its requests go to the "
-                    "base URL that it is given (OPENAI_BASE_URL), with the key (OPENAI_API_KEY)"
+                    f"the policy answered the agent nothing about {task.example.example_id!r}: its requests go to the "
+                    "base URL that it is given (OPENAI_BASE_URL), with the key (OPENAI_API_KEY); what is refused, such "
+                    "as a prompt that is too long, or not waited for, is no answer"
                 )
             rollout, samples = rollout_of(
                 completions, context.tokenizer, decoding, reward, self.name, task.example, time.monotonic() - began

@@ -7,7 +7,7 @@ config loads as itself.
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
@@ -126,13 +126,16 @@ class LossConfig(FrozenConfig, frozen=True):
     correction: CorrectionConfig = CorrectionConfig()
     module: str | None = None
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _fill_preset(cls, given: Any) -> Any:
+    def _fill_preset(cls, given: Any, handler: Callable[[Any], Any]) -> Any:
+        """What is filled in does not count as given, so that another preset takes its place in a changed copy."""
         if not isinstance(given, dict):
-            return given
+            return handler(given)
         preset = given.get("preset", "rloo")
-        return PRESETS.get(preset, {}) | given if isinstance(preset, str) else given
+        made = handler(PRESETS.get(preset, {}) | given if isinstance(preset, str) else given)
+        made.model_fields_set.intersection_update(given)
+        return made
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> "LossConfig":
@@ -439,15 +442,17 @@ class LearnerConfig(FrozenConfig, frozen=True):
         """Configurations of before said whether, and not what."""
         return {True: "layer", False: "products"}[value] if isinstance(value, bool) else value
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _longest_row(cls, values: Any) -> Any:
-        """Rows of several lengths say what the longest is."""
+    def _longest_row(cls, values: Any, handler: Callable[[Any], Any]) -> Any:
+        """Rows of several lengths say what the longest is, which does not count as given."""
         if not isinstance(values, Mapping) or not values.get("row_lengths") or "row_length" in values:
-            return values
+            return handler(values)
         lengths = values["row_lengths"]
         whole = isinstance(lengths, list | tuple) and all(isinstance(length, int) for length in lengths)
-        return {**values, "row_length": max(lengths)} if whole else values
+        made = handler({**values, "row_length": max(lengths)} if whole else values)
+        made.model_fields_set.discard("row_length")
+        return made
 
     @property
     def row_shapes(self) -> tuple[RowShape, ...]:

@@ -72,6 +72,7 @@ class RolloutInfluence:
         inner_product: Of all of its tokens.
         moved: Σ‖d_i‖ / Σ‖u‖ over optimiser steps: how much of the update would be another without it.
         along: Σ⟨d_i, u⟩ / Σ‖u‖²: the share of the update, in its own direction, that would be missing.
+        advantage: What the loss weighs it with, the mean over its sampled tokens.
         spans: What the policy said in a row, where it spoke more than once.
     """
 
@@ -80,6 +81,7 @@ class RolloutInfluence:
     inner_product: float
     moved: float
     along: float
+    advantage: float
     spans: tuple[SpanInfluence, ...] = ()
 
 
@@ -97,13 +99,15 @@ def influences(
     by_id = {example.rollout_ids[0]: example for example in batch.examples}
     whole: dict[str, _Sum] = defaultdict(_Sum)
     spans: dict[tuple[str, int, int], _Sum] = defaultdict(_Sum)
+    advantages = dict[str, float]()
     length = square = 0.0
     for step in learner.planned_steps(batch, version_step):
         taken = _director(config)(step.decoder, step.state, step.gradients)
         norm = float(optax.tree.norm(taken))
         length, square = length + norm, square + norm**2
-        for rollout_id in step.rollout_ids:
-            example = by_id[rollout_id]
+        for example in step.examples:
+            rollout_id = example.rollout_ids[0]
+            advantages[rollout_id] = float(example.advantage[example.loss_mask].mean(dtype=float))
             measure = partial(_meter(config), step.decoder, step.state, step.gradients, taken)
             found = measure(step.gradient_of(rollout_id, 0, len(example.tokens)))
             whole[rollout_id].add(found, step.rate)
@@ -120,6 +124,7 @@ def influences(
             total.inner,
             total.moved / length if length else 0.0,
             total.along / square if square else 0.0,
+            advantages[rollout_id],
             tuple(parts[rollout_id]),
         )
         for rollout_id, total in ((rollout_id, whole[rollout_id]) for rollout_id in by_id)

@@ -248,9 +248,8 @@ class Learner:
         for minibatch in self._minibatches(whole, self._step):
             plan = self._planned(minibatch, ())
             (gradients, of_critic), sums = self._gradients(self._accumulate, plan.micro_batches, self._critic.head)
-            ids = [example.rollout_ids[0] for example in minibatch.examples]
             gradient_of = partial(self._gradient_of, minibatch)
-            yield PlannedStep(self._decoder, self._state, ids, gradients, rate, gradient_of)
+            yield PlannedStep(self._decoder, self._state, minibatch.examples, gradients, rate, gradient_of)
             self._applied(gradients, of_critic, rate, sums)
         self._end_update()
 

@@ -1,5 +1,6 @@
 """Configuration of what a language policy's loss has beside its policy gradient: a KL, and values. Loads no JAX."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -30,12 +31,15 @@ class KlConfig(BaseModel, frozen=True, extra="forbid"):
     sync_every: int | None = Field(default=None, ge=1)
     ema_decay: float = Field(default=0.999, gt=0, lt=1)
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _fill_estimator(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("place") == "reward":
-            return {"estimator": "k1"} | given
-        return given
+    def _fill_estimator(cls, given: Any, handler: Callable[[Any], Any]) -> Any:
+        """The only one of a reward, which does not count as given."""
+        if not isinstance(given, dict) or given.get("place") != "reward" or "estimator" in given:
+            return handler(given)
+        made = handler({**given, "estimator": "k1"})
+        made.model_fields_set.discard("estimator")
+        return made
 
     @model_validator(mode="after")
     def _sound(self) -> "KlConfig":
@@ -51,11 +55,11 @@ class KlConfig(BaseModel, frozen=True, extra="forbid"):
             )
         if self.coefficient and self.place == "reward" and self.estimator != "k1":
             raise ValueError(
-                f"estimator is {self.estimator!r} and place is 'reward': only k1 is the reward of a KL penalty; leave "
-                "estimator out, or take place: loss"
+                f"estimator is {self.estimator!r} and place is 'reward': only k1 is the reward of a KL penalty; set "
+                "estimator: k1, or place: loss"
             )
         if not self.coefficient:
-            refuse_idle(self, ("estimator", "place"), "coefficient is 0")
+            refuse_idle(self, ("place", "estimator"), "coefficient is 0")  # a place decides on the estimator
         if self.reference is None:
             refuse_idle(self, ("sync_every", "ema_decay"), "there is no reference")
         elif self.reference == "ema":

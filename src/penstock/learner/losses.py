@@ -295,16 +295,29 @@ def own_token_loss(module: RLLossModule, inputs: LossInputs) -> TokenLoss:
     """The loss of each token by a user's module, which may return it alone.
 
     Raises:
-        ConfigError: it returns anything but one float32 for each token.
+        ConfigError: it raises, or returns anything but one float32 for each token (and bools beside it).
     """
-    made: Any = module.loss(inputs)
+    name = f"learner.loss.module: {type(module).__name__}.loss"
+    try:
+        made: Any = module.loss(inputs)
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(
+            f"{name} raised {type(error).__name__}: {error} (PENSTOCK_TRACEBACK=1 shows where)"
+        ) from error
     terms = made if isinstance(made, TokenLoss) else TokenLoss(made)
     shape, dtype = getattr(terms.loss, "shape", None), getattr(terms.loss, "dtype", None)
     if shape != inputs.real.shape or dtype != jnp.float32:
         raise ConfigError(
-            f"learner.loss.module: {type(module).__name__}.loss gave {type(terms.loss).__name__} of shape {shape} and "
-            f"dtype {dtype}: it must be float32 {list(inputs.real.shape)}, one for each token; the learner sums them up"
+            f"{name} gave {type(terms.loss).__name__} of shape {shape} and dtype {dtype}: it must be float32 "
+            f"{list(inputs.real.shape)}, one for each token; the learner sums them up"
         )
+    for field in ("clipped", "bounded"):
+        told: Any = jnp.asarray(getattr(terms, field))
+        if told.dtype != jnp.bool_ or told.shape not in ((), inputs.real.shape):
+            raise ConfigError(
+                f"{name} gave {field} of shape {told.shape} and dtype {told.dtype}: it must be bool "
+                f"{list(inputs.real.shape)}, where each token was {field}; or leave it out"
+            )
     return terms
 
 

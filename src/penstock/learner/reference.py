@@ -25,8 +25,9 @@ from penstock.model.language import Decoder, ModelConfig, load_decoder, named_ar
 from penstock.model.language.config import read_shape
 from penstock.types import CheckpointError, ConfigError, WeightsError
 
-_PREFIX = "reference."
+_PREFIX, _AVERAGE = "reference.", "reference_average."
 _KEY = "learner.kl.reference"
+_THE_FIRST = "the path of a Hugging Face directory, such as the model folder of the run's first checkpoint"
 
 
 class ReferenceVersion(NamedTuple):
@@ -93,8 +94,8 @@ class ReferenceWeights:
         held = self._held
         if held is None or (self._config.directory is not None and held.version == 0):
             return {}
-        kept = _trained(held.decoder) if self._average is None else self._average
-        return {_PREFIX + name: np.asarray(array) for name, array in named_arrays(kept).items()}
+        prefix, kept = (_PREFIX, _trained(held.decoder)) if self._average is None else (_AVERAGE, self._average)
+        return {prefix + name: np.asarray(array) for name, array in named_arrays(kept).items()}
 
     def restore(self, arrays: Mapping[str, np.ndarray], step: int, policy: Decoder) -> dict[str, np.ndarray]:
         """Takes `state_arrays` back; returns what is not its own.
@@ -105,10 +106,21 @@ class ReferenceWeights:
             policy: Of that version.
 
         Raises:
-            CheckpointError: there is none although updates lie behind, or it has another shape.
+            CheckpointError: there is none although updates lie behind, it is an average and none is asked for, or it
+                has another shape.
         """
         config = self._config
-        kept = {name.removeprefix(_PREFIX): array for name, array in arrays.items() if name.startswith(_PREFIX)}
+        kept, average = (
+            {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+            for prefix in (_PREFIX, _AVERAGE)
+        )
+        if average and config.reference == "initial":
+            raise CheckpointError(
+                f"{_KEY} is initial, and the reference in the checkpoint of version {step} is a moving average of the "
+                f"policy (it was ema): leave it at ema, or set it to {_THE_FIRST}"
+            )
+        if average and config.reference == "ema":
+            kept = average
         if kept and config.reference is not None:
             synced = 0 if config.sync_every is None else step // config.sync_every
             version = step if config.reference == "ema" else synced
@@ -116,10 +128,10 @@ class ReferenceWeights:
                 self._held = ReferenceVersion(version, self._restored(kept, policy))
         elif step and config.directory is None and config.reference is not None:
             raise CheckpointError(
-                f"the checkpoint of version {step} has no reference: it was taken without {_KEY}; set {_KEY} to the "
-                "path of a Hugging Face directory, such as the model folder of the run's first checkpoint"
+                f"the checkpoint of version {step} has no reference: it was taken without {_KEY}; set {_KEY} to "
+                f"{_THE_FIRST}"
             )
-        return {name: array for name, array in arrays.items() if not name.startswith(_PREFIX)}
+        return {name: array for name, array in arrays.items() if not name.startswith((_PREFIX, _AVERAGE))}
 
     def _restored(self, kept: Mapping[str, np.ndarray], policy: Decoder) -> Decoder:
         try:

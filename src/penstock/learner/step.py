@@ -142,7 +142,7 @@ class PlannedStep(NamedTuple):
     Attributes:
         decoder: Parameters before it.
         state: The optimiser's, before it.
-        rollout_ids: Whom it trains on.
+        examples: What it trains on; with a value head, their advantages are over its values.
         gradients: Of the whole step.
         rate: Learning rate.
         gradient_of: Given a rollout's id, and first and last + 1 of its positions: the part of `gradients` that its
@@ -151,7 +151,7 @@ class PlannedStep(NamedTuple):
 
     decoder: Decoder
     state: OptimizerState
-    rollout_ids: Sequence[str]
+    examples: Sequence[RLExample]
     gradients: Any
     rate: float
     gradient_of: Callable[[str, int, int], Any]

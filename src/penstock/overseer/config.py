@@ -1,11 +1,18 @@
 """The configuration of a run: every stage's own config composed, and checked against one another."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from penstock.curriculum.config import CurriculumConfig, SamplingParams
 from penstock.inference.config import InferenceConfig
@@ -198,29 +205,38 @@ class RunConfig(BaseModel):
     roles: dict[str, RoleConfig] = {}
     versions: dict[str, str] = {}
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _async_is_a_budget(cls, values: Any) -> Any:
-        """``async: false`` puts a budget of zero in place of whatever the recipe says."""
+    def _async_is_a_budget(cls, values: Any, handler: Callable[[Any], Any]) -> Any:
+        """``async: false`` puts a budget of zero in place of whatever the recipe says; it does not count as given."""
         if not isinstance(values, dict):
-            return values
+            return handler(values)
         try:
             synchronous = TypeAdapter(bool).validate_python(values.get("async", True)) is False
         except ValidationError:
-            return values  # the field's own validation says it better
-        return {**values, "replay": {**(values.get("replay") or {}), "staleness_budget": 0}} if synchronous else values
+            return handler(values)  # the field's own validation says it better
+        if not synchronous:
+            return handler(values)
+        made = handler({**values, "replay": {**_given(values.get("replay")), "staleness_budget": 0}})
+        made.replay.model_fields_set.discard("staleness_budget")
+        return made
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _preset_filters(cls, values: Any) -> Any:
-        """A loss preset brings its filters where nothing else is said; what a run recorded of before stays."""
+    def _preset_filters(cls, values: Any, handler: Callable[[Any], Any]) -> Any:
+        """A loss preset brings its filters where nothing else is said; what a run recorded of before stays.
+
+        They do not count as given.
+        """
         if not isinstance(values, dict) or values.get("versions"):
-            return values
+            return handler(values)
         filters = PRESET_FILTERS.get(str(_found(values, "learner", "loss", "preset")))
         if filters is None:
-            return values
+            return handler(values)
         replay, maker = _given(values.get("replay")), _given(_found(values, "replay", "batch_maker"))
-        return {**values, "replay": {**replay, "batch_maker": {**filters, **maker}}}
+        made = handler({**values, "replay": {**replay, "batch_maker": {**filters, **maker}}})
+        made.replay.batch_maker.model_fields_set.intersection_update(maker)
+        return made
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:

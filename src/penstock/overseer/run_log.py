@@ -26,6 +26,7 @@ SHOWN_EVENTS = frozenset(
         "evaluation_slow", "files_damaged", "files_missing", "goal_reached", "graduated", "group_failed", "isolation",
         "memory_freed", "prometheus", "regressed", "rewind", "rollouts_quarantined", "scale_refused",
         "solutions_too_long", "started_anew", "straggler", "tracker_failed", "unlocked",
+        "update_skipped",
     }
 )  # fmt: skip
 """Events that concern the user at once."""
@@ -70,6 +71,8 @@ class RunLog:
         self._writes.do(lambda: self._metrics.append(step, line))
         self._tracker.log(values, step)
         self.progress.note_evaluation(step, values)
+        if skipped := values.get("train/non_finite", 0.0):
+            self.event("update_skipped", step, share=skipped)
 
     def event(self, kind: str, step: int | None = None, **fields: Any) -> None:
         """Appends one event, of the present step by default, and shows it where it concerns the user."""
@@ -187,6 +190,8 @@ def _in_words(kind: str, fields: Mapping[str, Any]) -> str:
     if kind == "isolation":
         given = ", ".join(fields["objects"])
         return f"isolation: none for what was given as a Python object ({given}): it runs in this process"
+    if kind == "update_skipped":
+        return f"{fields['share']:.0%} of the update's optimiser steps skipped: the loss or gradient was not finite"
     return " ".join([kind, *(f"{name}={value}" for name, value in fields.items())])
 
 

@@ -1,5 +1,6 @@
 """Configuration of admission, freshness and storage of experience, for language runs and for simulator fleets."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -143,19 +144,22 @@ class ReplayBufferConfig(BaseModel):
             raise ValueError(f"max_samples is {value}: it must be at least 1, or -1 for no limit")
         return value
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _delay_and_budget_follow_one_another(cls, values: Any) -> Any:
-        """Where only one of the two is set, the other one fits it."""
+    def _delay_and_budget_follow_one_another(cls, values: Any, handler: Callable[[Any], Any]) -> Any:
+        """Where only one of the two is set, the other one fits it, and does not count as given."""
         if not isinstance(values, dict):
-            return values
+            return handler(values)
         given = cast(dict[str, Any], values)
         budget, delay = given.get("staleness_budget"), given.get("max_rollout_step_delay")
+        filled: dict[str, Any] = {}
         if delay is None and isinstance(budget, int):
-            return {**given, "max_rollout_step_delay": budget}
-        if budget is None and isinstance(delay, int):
-            return {**given, "staleness_budget": max(0, min(1, delay))}
-        return given
+            filled = {"max_rollout_step_delay": budget}
+        elif budget is None and isinstance(delay, int):
+            filled = {"staleness_budget": max(0, min(1, delay))}
+        made = handler({**given, **filled})
+        made.model_fields_set.difference_update(filled)
+        return made
 
     @model_validator(mode="after")
     def _delay_covers_budget(self) -> Self:

@@ -14,14 +14,14 @@ import hashlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, final
 
 import numpy as np
 
-from penstock.batch import compute_advantages, example_from_rollout, has_signal
+from penstock.batch import BatchMakerConfig, GroupFilters, compute_advantages, example_from_rollout, has_signal
 from penstock.batch.advantages import AdvantageName, GroupAdvantage
 from penstock.batch.examples import assemble_example, batch_metadata
 from penstock.replay.store import RolloutStore
@@ -72,7 +72,7 @@ class StoredRollouts:
         row_length: int,
         vocab_size: int,
         allow_truncated_sampling: bool = False,
-        filter_zero_variance: bool = False,
+        batch_maker: BatchMakerConfig | None = None,
     ) -> "StoredRollouts":
         """Reads all rollouts of a place. What its run found to be invalid is left out, and what no row can hold.
 
@@ -81,7 +81,8 @@ class StoredRollouts:
             row_length: Longest sequence that can be trained.
             vocab_size: Of the policy.
             allow_truncated_sampling: Take rollouts of truncated sampling.
-            filter_zero_variance: Leave out groups whose rewards are all equal.
+            batch_maker: Its filters leave out rollouts and groups, or change rewards, as in a run that generates;
+                None: it has none.
 
         Raises:
             ConfigError: there is nothing to train on, or something that this policy cannot be trained on.
@@ -89,7 +90,7 @@ class StoredRollouts:
             SchemaVersionError: a newer Penstock wrote a file.
         """
         try:
-            records = list({each.rollout.rollout_id: each for each in _records(source)}.values())
+            records = list(_each_once(source))
         except InvalidRolloutError as error:
             raise ConfigError(
                 f"{KEY} is {source}: {error}; every row needs its tokens with their log-probabilities"
@@ -106,11 +107,16 @@ class StoredRollouts:
             else:
                 rollout = cast(Rollout, record.rollout)
                 groups.setdefault(record.group_id, []).append(replace(rollout, turns=()))
-        made = [RolloutGroup(key, tuple(groups[key]), key) for key in sorted(groups)]
-        kept = [group for group in made if not filter_zero_variance or has_signal(group)]
-        left_out["filtered"] += sum(len(each.rollouts) for each in made) - sum(len(each.rollouts) for each in kept)
+        filters = GroupFilters(batch_maker or BatchMakerConfig())
+        judged = [filters.judge(RolloutGroup(key, tuple(groups[key]), key)) for key in sorted(groups)]
+        kept = [each.kept for each in judged if each.kept is not None]
+        left_out["filtered"] += sum(len(ids) for each in judged for ids in each.left.values())
         if not kept:
-            raise ConfigError(f"{KEY} is {source}: none of its {len(records)} rollouts {_why(refusals)}")
+            why = f"can be trained on; the first: {refusals[0]}" if refusals else "passes the filters: "
+            causes, remedy = ("", "") if refusals else filters.describe()
+            raise ConfigError(
+                f"{KEY} is {source}: none of its {len(records)} rollouts {why}{causes}{'; ' if remedy else ''}{remedy}"
+            )
         ids = "\n".join(rollout.rollout_id for group in kept for rollout in group.rollouts)
         digest = hashlib.blake2b(ids.encode(), digest_size=16).hexdigest()
         return cls(source, tuple(kept), sum(len(group.rollouts) for group in kept), dict(left_out), digest)
@@ -130,6 +136,26 @@ def _records(source: Path) -> Iterator[RolloutRecord]:
         raise ConfigError(f"{KEY} is {source}: there is no Parquet file in it; {_SOURCES}")
     for path in files:
         yield from read_records(path)
+
+
+def _each_once(source: Path) -> Iterable[RolloutRecord]:
+    """Each rollout once, also where a merged part and what it was merged of are both there.
+
+    Raises:
+        ConfigError: two rollouts have one id.
+    """
+    found: dict[str, RolloutRecord] = {}
+    for record in _records(source):
+        ours, rollout = found.setdefault(record.rollout.rollout_id, record).rollout, record.rollout
+        if not (
+            np.array_equal(ours.response_tokens, rollout.response_tokens)
+            and np.array_equal(ours.response_logprobs, rollout.response_logprobs)
+        ):
+            raise ConfigError(
+                f"{KEY} is {source}: two rollouts in it have the id {rollout.rollout_id}, as those of different runs "
+                "do: give the rollouts of one run"
+            )
+    return found.values()
 
 
 def _check_policy(source: Path, records: Sequence[RolloutRecord], vocab_size: int) -> None:
@@ -168,12 +194,6 @@ def _refusal(record: RolloutRecord, row_length: int, allow_truncated_sampling: b
     except InvalidRolloutError as error:
         return str(error)
     return ""
-
-
-def _why(refusals: Sequence[str]) -> str:
-    if refusals:
-        return f"can be trained on; the first: {refusals[0]}"
-    return "has a signal: all rewards of every group are equal (replay.batch_maker.filter_zero_variance)"
 
 
 def _invalid_of(source: Path) -> set[str]:

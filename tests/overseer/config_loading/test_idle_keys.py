@@ -9,6 +9,7 @@ import yaml
 
 import penstock
 from penstock.inference.config import ServeConfig
+from penstock.learner import KlConfig
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.config_loading.keys import all_keys
@@ -130,6 +131,17 @@ def test_several_are_left_out_and_other_mistakes_are_told(record, caplog):
     ]  # fmt: skip
     with pytest.raises(ConfigError, match=r"steps is -1: it must be at least 0"):
         load_config(path, ["steps=-1"], recorded=True)
+
+
+def test_what_is_switched_off_takes_along_what_it_filled_in(record, caplog):
+    """With a KL in the reward the estimator is filled in, and would be so again when it is left out."""
+    words = ["learner.kl.coefficient=0.1", "learner.kl.reference=initial", "learner.kl.place=reward"]
+    path = record("cats", words, "learner.kl.estimator", "k1")
+    config = load_config(path, ["learner.kl.coefficient=0"], recorded=True)
+    assert isinstance(config, RunConfig) and config.learner.kl == KlConfig()
+    assert [message.split()[0] for message in caplog.messages] == [
+        "learner.kl.place", "learner.kl.estimator", "learner.kl.reference"
+    ]  # fmt: skip
 
 
 def test_a_preset_s_own_value_is_no_value_of_its_own():

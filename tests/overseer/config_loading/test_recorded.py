@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import (
     EVALUATED,
     apply_overrides,
     build_config,
     load_config,
+    load_recorded_config,
     named_code,
     recipe_summaries,
 )
 from penstock.overseer.control_config import FleetRunConfig
+from penstock.rundir import RunDirectory
 
 CATS = "curriculum.lessons.cats.environment"
 
@@ -114,3 +117,45 @@ def test_whoever_imports_what_a_config_names_is_known():
         "environments/reward_worker.py", "environments/simulators/minecraft.py", "environments/simulators/registry.py",
         "environments/verifiers.py", "learner/config.py", "overseer/doctor.py", "types/importing.py",
     }  # fmt: skip
+
+
+PRESET_CHANGES = [("rloo", "ppo"), ("ppo", "grpo"), ("gspo", "dapo"), ("dapo", "ppo"), ("dapo", "cispo")]
+
+
+def loss_of(config):
+    return config.learner.loss, config.replay.batch_maker
+
+
+@pytest.mark.parametrize(("before", "after"), PRESET_CHANGES)
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_another_preset_takes_the_place_of_all_that_the_recorded_one_filled_in(before, after, as_mapping, tmp_path):
+    preset, beside = "learner.loss.preset", "learner.loss.entropy_coefficient=0.01"
+    directory = RunDirectory(tmp_path)
+    directory.write_config({**load_config("cats", [f"{preset}={before}", beside]).dump(), "versions": {"jax": "1"}})
+    changes = {preset: after} if as_mapping else [f"{preset}={after}"]
+    config, _ = load_recorded_config(directory, changes, trust=True)
+    assert loss_of(config) == loss_of(load_config("cats", [f"{preset}={after}", beside]))
+    own, _ = load_recorded_config(directory, [f"{preset}={after}", "learner.loss.aggregation=constant"], trust=True)
+    assert isinstance(own, RunConfig) and own.learner.loss.aggregation == "constant"
+
+
+@pytest.mark.parametrize(("before", "after"), PRESET_CHANGES)
+def test_a_changed_copy_of_a_config_is_as_one_that_was_written_so(before, after):
+    preset = "learner.loss.preset"
+    config = load_config(load_config("cats", {preset: before}), {preset: after})
+    assert loss_of(config) == loss_of(load_config("cats", {preset: after}))
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"replay.staleness_budget": 3}, {"replay.staleness_budget": 1}),
+        ({"async": False}, {"async": True}),
+        (
+            {"learner.kl": {"coefficient": 0.1, "reference": "initial", "place": "reward"}},
+            {"learner.kl.place": "loss", "learner.kl.coefficient": 0.2},
+        ),
+    ],
+)
+def test_what_followed_from_a_value_follows_from_its_new_one(first, then):
+    assert load_config(load_config("cats", first), then).dump() == load_config("cats", {**first, **then}).dump()

@@ -110,6 +110,16 @@ def test_another_estimator_is_of_the_rewards_less_the_kl(runs: Path):
         assert update.stored["train/skipped_sequences"] == update.recomputed["train/skipped_sequences"] == 0
 
 
+def test_another_reference_scores_the_batch_anew(runs: Path):
+    """And what was scored under the run's own is not taken for it."""
+    other = runs / "kl" / "checkpoints" / "step-4" / "model"
+    words = ["learner.kl.place=loss", "learner.kl.estimator=k3", f"learner.kl.reference={other}"]
+    update = replay_updates(runs / "kl", 5, changes=words).updates[0]
+    assert update.stored["train/kl_reference"] > 1e-9 > update.recomputed["train/kl_reference"]  # the policy itself
+    with pytest.raises(ConfigError, match=r"--set learner\.kl\.ema_decay: .* set learner\.kl\.place=loss"):
+        replay_updates(runs / "kl", 5, changes=["learner.kl.ema_decay=0.5"])
+
+
 def test_another_estimator_leaves_masked_rollouts_out_of_its_baseline(runs: Path):
     """Optimiser muon, rates by pattern, and answers that were cut and masked."""
     run_dir = runs / "overlong"
@@ -121,7 +131,7 @@ def test_another_estimator_leaves_masked_rollouts_out_of_its_baseline(runs: Path
     run = StoredRun(run_dir)
     [update] = run.updates(step - 1, step, step)
     config = run.config_at(update, ["learner.loss.preset=dr_grpo"])
-    assert config.replay.batch_maker.filter_overlong == "mask"
+    assert config.replay.batch_maker.filter_overlong is None  # it was the preset's; what it masked stays masked
     found = {example.rollout_ids[0]: example for example in run.batch(update, config).examples}
     rewards = {key: record.rollout.episode_reward for key, record in run.records(found).items()}
     for name in groups_of(run_dir, step):

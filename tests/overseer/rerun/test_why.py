@@ -24,7 +24,7 @@ needs_runs = pytest.mark.slow
 
 def rollout(name: str, moved: float = 0.1, staleness: int = 0, advantage: float = 1.0, drift=0.0, surprise=2.0):
     """One of an update, as ordinary as the others but for what is said."""
-    influence = RolloutInfluence(name, 1.0, 1.0, moved, moved)
+    influence = RolloutInfluence(name, 1.0, 1.0, moved, moved, advantage)
     return ExplainedRollout(
         influence, "cats", 9 - staleness, staleness, advantage, 4, drift, surprise, 1.0, "who?", "cat"
     )
@@ -112,6 +112,18 @@ def test_the_sums_are_of_all_and_have_their_signs(runs: Path, report: WhyReport)
     assert [row.value for row in report.sums["lesson"]] == ["cats"]
     idle = [rollout.influence for rollout in report.rollouts if rollout.sign == "zero"]
     assert all(one.gradient_norm == one.moved == one.inner_product == 0 for one in idle)
+
+
+@needs_runs
+def test_with_a_value_head_an_advantage_is_over_its_values(runs: Path):
+    """Batch files have the reward still to come there, which is 0 of most rollouts; not so the advantage."""
+    run_dir = runs / "values"
+    report = explain_update(run_dir, signalled(run_dir))
+    stored = StoredRun(run_dir).updates(report.step - 1, report.step, report.step)[0]
+    advantages = [rollout.advantage for rollout in report.rollouts]
+    assert max(map(abs, advantages)) <= stored.metrics["train/advantage_max"] * (1 + 1e-6)
+    assert np.mean(advantages) == pytest.approx(stored.metrics["train/advantage_mean"], abs=1e-5)
+    assert "zero" not in {row.value for row in report.sums["advantage"]}
 
 
 @needs_runs

@@ -9,11 +9,18 @@ from penstock.overseer.config_loading.loading import (
     recipe_summaries,
     split_words,
 )
-from penstock.overseer.config_loading.recorded import CODE_KEYS, EVALUATED, NamedCode, load_recorded_config, named_code
+from penstock.overseer.config_loading.recorded import (
+    CODE_KEYS,
+    EVALUATED,
+    NamedCode,
+    load_recorded_config,
+    named_code,
+    with_whole_preset,
+)
 from penstock.overseer.config_loading.suggestions import Suggestion, suggest
 
 __all__ = [
     "CODE_KEYS", "EVALUATED", "ConfigKey", "NamedCode", "Suggestion", "all_keys", "apply_overrides", "build_config",
     "is_key", "is_secret", "keys_at", "load_config", "load_recipe", "load_recorded_config", "named_code",
-    "recipe_summaries", "split_words", "suggest",
+    "recipe_summaries", "split_words", "suggest", "with_whole_preset",
 ]  # fmt: skip

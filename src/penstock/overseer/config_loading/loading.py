@@ -202,7 +202,7 @@ def load_config(
     values = apply_overrides(written, overrides)
     keys = (_UPLOADED,) if _reads_uploaded(values) else PATH_KEYS
     values = _anchored(apply_overrides(_anchored(written, folder, keys), overrides), Path.cwd(), keys)
-    keep = {".".join(keys) for keys, *_ in _assignments(overrides)} if recorded else None
+    keep = {".".join(keys) for keys, *_ in assignments(overrides)} if recorded else None
     if "fleet" in values:
         from penstock.overseer.control_config import FleetRunConfig
 
@@ -267,12 +267,12 @@ def apply_overrides(values: Mapping[str, Any], overrides: Overrides) -> dict[str
             that has no keys.
     """
     result = copy.deepcopy(dict(values))
-    for keys, value, override in _assignments(overrides):
+    for keys, value, override in assignments(overrides):
         _set(result, keys, value, override, merging=isinstance(overrides, Mapping))
     return result
 
 
-def _assignments(overrides: Overrides) -> Iterator[tuple[list[str], Any, str]]:
+def assignments(overrides: Overrides) -> Iterator[tuple[list[str], Any, str]]:
     """What is set: the path, the value, and both as they were written."""
     if isinstance(overrides, Mapping):
         for keys, value in _leaves(overrides):
@@ -346,12 +346,12 @@ def _without_idle_keys(model: type[BaseModel], values: dict[str, Any], keep: Col
     """Leaves out what the model refuses as idle, but for the keys in `keep`; None keeps all."""
     while keep is not None and (idle := _idle_key(model, values)) is not None:
         (*section, name), why = idle
-        if dotted([*section, name]) in keep:
-            break
         values = copy.deepcopy(values)
         node: Any = values
         for key in section:
             node = node[key]
+        if dotted([*section, name]) in keep or name not in node:  # asked for, or filled in by what was
+            break
         logging.getLogger(__name__).warning("%s (%r) is left out: %s", dotted([*section, name]), node.pop(name), why)
     return values
 

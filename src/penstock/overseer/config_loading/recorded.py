@@ -5,13 +5,17 @@
 is not mentioned. Nothing is imported for that.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.batch.config import BUILT_IN_MAKERS
+from pydantic import BaseModel
+
+from penstock.batch.config import BUILT_IN_MAKERS, BatchMakerConfig
+from penstock.learner.config import PRESET_FILTERS, PRESETS, LossConfig
 from penstock.overseer.config_loading.keys import matches
-from penstock.overseer.config_loading.loading import Overrides, load_config
+from penstock.overseer.config_loading.loading import Overrides, assignments, load_config
 from penstock.rundir import RunDirectory
 from penstock.types import ConfigError
 from penstock.types.importing import OBJECT, locate
@@ -40,6 +44,7 @@ CODE_KEYS = (
 stands for any key, or any place in a list."""
 
 _SHOWN_CHARACTERS = 300
+_PRESET = ["learner", "loss", "preset"]
 
 EVALUATED = ("curriculum", "fleet")
 """The sections whose code an evaluation imports."""
@@ -96,6 +101,8 @@ def load_recorded_config(
     Raises:
         ConfigError: others may have written it; or it is not valid.
     """
+    if any(keys == _PRESET for keys, *_ in assignments(overrides)):
+        overrides = with_whole_preset(load_config(directory.config_path, recorded=True), overrides)
     config = load_config(directory.config_path, overrides, recorded=True)
     code = named_code(config.dump(), sections)
     reason = None if trust else directory.why_foreign()
@@ -106,6 +113,44 @@ def load_recorded_config(
             f"a recipe of your own; it names {names}"
         )
     return config, code
+
+
+def with_whole_preset(config: "RunConfig | FleetRunConfig", changes: Overrides) -> Overrides:
+    """Changes of a recorded config, and before them all that another loss preset among them changes.
+
+    A recorded config has every key written down, so that a preset would fill in nothing. What the recorded one filled
+    in, filters included, gives way; what somebody set beside it stays.
+
+    Args:
+        config: What is recorded.
+        changes: As of `load_config`.
+    """
+    presets = [value for keys, value, _ in assignments(changes) if keys == _PRESET]
+    if not hasattr(config, "curriculum") or not presets or presets[-1] not in PRESETS:
+        return changes
+    loss: LossConfig = config.learner.loss  # pyright: ignore[reportAssignmentType]
+    old, new = ({"preset": preset} for preset in (loss.preset, presets[-1]))
+    sections = {
+        "learner.loss": (loss.model_dump(mode="json"), *_filled(LossConfig, old, new)),
+        "replay.batch_maker": (
+            config.replay.batch_maker.model_dump(mode="json"),
+            *_filled(BatchMakerConfig, *(PRESET_FILTERS.get(each["preset"], {}) for each in (old, new))),
+        ),
+    }
+    filled = {
+        f"{section}.{name}": after[name]
+        for section, (values, before, after) in sections.items()
+        for name in values
+        if values[name] == before[name] != after[name] and name != "preset"
+    }
+    if isinstance(changes, Mapping):
+        return {**filled, **changes}
+    words = [changes] if isinstance(changes, str) else changes
+    return [*(f"{key}={json.dumps(value)}" for key, value in filled.items()), *words]
+
+
+def _filled(model: type[BaseModel], *given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [model.model_validate(each).model_dump(mode="json") for each in given]
 
 
 def _place(key: str, value: Any, runtime: Any) -> str | None:

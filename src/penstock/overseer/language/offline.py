@@ -101,7 +101,7 @@ class OfflineKind:
             row_length=config.learner.row_length,
             vocab_size=policy.vocab_size,
             allow_truncated_sampling=config.learner.allow_truncated_sampling,
-            filter_zero_variance=config.replay.batch_maker.filter_zero_variance,
+            batch_maker=config.replay.batch_maker,
         )
         StoredBatches.check(self._stored, config.replay.groups_per_batch)
 

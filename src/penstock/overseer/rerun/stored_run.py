@@ -22,12 +22,11 @@ import numpy as np
 
 from penstock.batch import GroupFilters, compute_advantages, with_kl_in_reward
 from penstock.batch.examples import assemble_example
-from penstock.learner import Checkpoint, LearnerConfig, LossConfig, load_checkpoint
+from penstock.learner import Checkpoint, KlConfig, LearnerConfig, load_checkpoint
 from penstock.learner.checkpoints import find_checkpoints
-from penstock.learner.config import PRESETS
 from penstock.model.programs import arithmetic, compile_programs
 from penstock.overseer.config import RunConfig
-from penstock.overseer.config_loading import all_keys, load_config, load_recorded_config
+from penstock.overseer.config_loading import all_keys, load_config, load_recorded_config, with_whole_preset
 from penstock.overseer.kind import PolicyKind, RunStart
 from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, RolloutStore
 from penstock.replay.history import StoredBatch
@@ -192,9 +191,8 @@ class StoredRun:
         config = load_config(self.directory.config_path, words, recorded=True)
         if not changes:
             return config
-        if isinstance(config, RunConfig):
-            words += _whole_preset(config.learner.loss, changes)
-        changed = load_config(self.directory.config_path, [*words, *changes], recorded=True)
+        words += with_whole_preset(config, changes)
+        changed = load_config(self.directory.config_path, words, recorded=True)
         if isinstance(config, RunConfig) and isinstance(changed, RunConfig):
             least = config.learner.row_length
             if changed.learner.row_length < least:
@@ -244,7 +242,10 @@ class StoredRun:
         stored = update.stored
         examples = self._store.read_batch(stored.batch_id)
         if isinstance(config, RunConfig):
-            examples = self._with_advantages(update, config, examples)
+            recorded = self.config_at(update)
+            assert isinstance(recorded, RunConfig)
+            examples = _under_reference(config.learner.kl, recorded.learner.kl, examples)
+            examples = self._with_advantages(update, config, recorded, examples)
         else:
             found = self.records(stored.rollout_ids)
             gone = [rollout_id for rollout_id in stored.rollout_ids if rollout_id not in found]
@@ -257,9 +258,9 @@ class StoredRun:
         groups = tuple(dict.fromkeys(rollout_id.rpartition("/")[0] for rollout_id in stored.rollout_ids))
         return TrainingBatch(stored.batch_id, stored.version.step, tuple(examples), groups, {})
 
-    def _with_advantages(self, update: StoredUpdate, config: RunConfig, examples: list[RLExample]) -> list[RLExample]:
-        recorded = self.config_at(update)
-        assert isinstance(recorded, RunConfig)
+    def _with_advantages(
+        self, update: StoredUpdate, config: RunConfig, recorded: RunConfig, examples: list[RLExample]
+    ) -> list[RLExample]:
         if _estimator(config.learner) == _estimator(recorded.learner):
             return examples
         makers = [recorded.replay.batch_maker, *recorded.replay.batch_makers.values()]
@@ -409,18 +410,23 @@ def without_fragments(batch: TrainingBatch[Any], left_out: Collection[str]) -> T
     return replace(batch, examples=tuple(masked(example) for example in batch.examples))
 
 
+def _under_reference(kl: KlConfig, recorded: KlConfig, examples: list[RLExample]) -> list[RLExample]:
+    """The examples without what they scored under the recorded reference, where another is asked for.
+
+    Raises:
+        ConfigError: the KL is in the reward, which is of those scores.
+    """
+    changed = [key for key in ("reference", "sync_every", "ema_decay") if getattr(kl, key) != getattr(recorded, key)]
+    if not changed or kl.reference is None or recorded.reference is None:
+        return examples
+    if kl.in_reward:
+        raise ConfigError(
+            f"--set learner.kl.{changed[0]}: with learner.kl.place: reward the scores under the run's own reference "
+            "are in the rewards: set learner.kl.place=loss and learner.kl.estimator=k3, too"
+        )
+    return [replace(example, reference_log_probs=None) for example in examples]
+
+
 def _estimator(learner: LearnerConfig) -> tuple[str, str | None, float]:
     """What advantages follow from, but the rewards."""
     return learner.loss.advantage, learner.loss.module, learner.kl.coefficient if learner.kl.in_reward else 0.0
-
-
-def _whole_preset(loss: LossConfig, changes: Sequence[str]) -> list[str]:
-    """Words for what another preset changes: all that the recorded one filled in, where nobody said otherwise."""
-    key = "learner.loss.preset="
-    named = [word.removeprefix(key).strip() for word in changes if word.startswith(key)]
-    if not named or named[-1] not in PRESETS:
-        return []
-    values, before = loss.model_dump(mode="json"), LossConfig(preset=loss.preset).model_dump(mode="json")
-    after = LossConfig.model_validate({"preset": named[-1]}).model_dump(mode="json")
-    filled = [name for name in values if name not in ("preset", "correction") and values[name] == before[name]]
-    return [f"learner.loss.{name}={json.dumps(after[name])}" for name in filled]

@@ -51,7 +51,7 @@ class ExplainedRollout:
         lesson: Its lesson.
         version: The oldest version that sampled any of its tokens; None in a run on stored rollouts, where none did.
         staleness: How many versions before the update's that is; None likewise.
-        advantage: Mean over its sampled tokens.
+        advantage: What the loss weighed it with, the mean over its sampled tokens; with a value head, over its values.
         tokens: How many were sampled.
         drift: Mean over them of ℓ_θ − ℓ_b, in nats: of the weights that the update began with, less of those that are
             said to have sampled them.
@@ -354,7 +354,7 @@ def _explained(
         influence.rollout_id.rsplit("-", 2)[0] if record is None else record.rollout.lesson_id,
         None if version < 0 else version,
         None if version < 0 else version_step - version,
-        float(example.advantage[example.loss_mask].mean(dtype=float)),
+        influence.advantage,
         int(example.loss_mask.sum()),
         float((sampled - example.generator_log_probs[example.loss_mask]).mean()),
         float(-sampled.mean()),
