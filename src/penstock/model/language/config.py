@@ -300,8 +300,8 @@ class ModelConfig(_Frozen):
             return cls.model_validate(dict(fields))
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "fields"
-            raise ConfigError(f"{source}: {where}: {first['msg']}") from error
+            where = "".join(f"{part}: " for part in (".".join(map(str, first["loc"])),) if part)
+            raise ConfigError(f"{source}: {where}{first['msg'].removeprefix('Value error, ')}") from error
 
 
 class InitConfig(_Frozen):
@@ -485,7 +485,10 @@ def read_shape(
         lora = found.checked(lora, str(directory))
     elif base is not None:
         raise ConfigError(f"model.base is {base!r}, but {directory} is no adapter: leave it out")
-    config = ModelConfig.from_hugging_face(read_json(below / "config.json"), dtype)
+    try:
+        config = ModelConfig.from_hugging_face(read_json(below / "config.json"), dtype)
+    except ConfigError as error:  # begins with the file's name
+        raise ConfigError(os.path.join(below, str(error))) from error
     return config if lora is None else config.with_lora(lora, source, os.path.abspath(below))
 
 

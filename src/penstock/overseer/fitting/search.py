@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.inference.sequence import check_length
 from penstock.model.language.attention_choice import Remat
 from penstock.model.language.config import ModelConfig
 from penstock.model.language.lora import LoraConfig
@@ -48,7 +49,8 @@ def fit(
         A report, with the smallest change that makes it fit where it does not; of several models or rows a table.
 
     Raises:
-        ConfigError: no such chip, compiler, shape, row length or rank, or nothing is known of the engine.
+        ConfigError: no such chip, compiler, shape, row length or rank, sequences may be longer than what the model is
+            meant for, or nothing is known of the engine.
     """
     if config.inference.engine in ("sglang", "openai"):
         raise ConfigError(
@@ -67,6 +69,9 @@ def fit(
     if lora is not None:
         named = {name: with_adapter(model, lora) for name, model in named.items()}
     runs = {(name, run.learner.row_length): (run, model) for name, model in named.items() for run in sized}
+    for run, model in runs.values():
+        if run.inference.external is None:
+            check_length(model, run.inference)
     chip = parse_target(target)
     if chip.platform != "cpu":
         prepare_compilers()
@@ -215,10 +220,13 @@ def smallest_change(
 
     ratio = report.total_bytes / estimated(config, model)
     for change, run in changed_runs():
-        changed = with_adapter(model, change[ADAPTER_KEY]) if ADAPTER_KEY in change else model
-        if estimated(run, changed) * ratio > _CLOSE * capacity:
+        try:
+            changed = with_adapter(model, change[ADAPTER_KEY]) if ADAPTER_KEY in change else model
+            if estimated(run, changed) * ratio > _CLOSE * capacity:
+                continue
+            tried = fit_run(run, changed, compiler)
+        except ConfigError:  # such as rates of arrays that do not train beside an adapter, whose run would be refused
             continue
-        tried = fit_run(run, changed, compiler)
         if tried.fits:
             words = tuple(f"{key}={json.dumps(value)}" for key, value in change.items())
             return Remedy(words, tried.total_bytes)
