@@ -63,6 +63,17 @@ def test_rows_are_shortened_first_where_sequences_stay_as_long(config):
     assert shorter[-1]["inference.max_seq_len"] / 2 <= answers < shorter[-1]["inference.max_seq_len"]
 
 
+def test_of_several_lengths_of_rows_those_that_are_shorter_stay(config):
+    lengths = {"learner.row_lengths": [512, 1024, 4096], "inference.max_seq_len": 2048}
+    several = penstock.load_config(config, lengths)
+    halved = {"learner.row_length": 2048, "learner.row_lengths": [512, 1024, 2048]}
+    assert halved in [change for change, _ in candidates(several, on_cpu=True, adaptable=False)]
+    change, run = next(shorter_rows(several))
+    assert change == {"learner.row_length": 1024, "learner.row_lengths": [512, 1024], "inference.max_seq_len": 1024}
+    assert [shape.length for shape in run.learner.row_shapes] == [512, 1024]
+    assert [shape.length for shape in search.of_rows(several, 8192).learner.row_shapes] == [8192]
+
+
 class Compiler:
     def __init__(self, capacity):
         self.chip = Chip("a chip", "cuda", capacity, 1.0, {"bfloat16": 1.0})

@@ -117,7 +117,8 @@ def shape_named(name: str, config: RunConfig) -> ModelConfig:
 
 def of_rows(config: RunConfig, length: int) -> RunConfig:
     """The run with rows and sequences of that many tokens."""
-    return load_config(config, {"learner.row_length": length, "inference.max_seq_len": length})  # type: ignore[return-value]
+    change = {"learner.row_length": length, "learner.row_lengths": [], "inference.max_seq_len": length}
+    return load_config(config, change)  # type: ignore[return-value]
 
 
 def fit_run(config: RunConfig, model: ModelConfig, compiler: "ChipCompiler") -> "FitReport":
@@ -165,10 +166,19 @@ def candidates(config: RunConfig, on_cpu: bool, adaptable: bool) -> Iterator[tup
 
     for chosen in sorted(product(*choices), key=cost)[1:]:
         change = {key: value for (key, *_), (price, value) in zip(keys, chosen, strict=True) if price}
+        if "learner.row_length" in change:
+            change |= rows_within(config, change["learner.row_length"])
         try:
             yield change, load_config(config, {k: v for k, v in change.items() if k != ADAPTER_KEY})  # type: ignore[misc]
         except ConfigError:  # a rule between keys forbids this one
             continue
+
+
+def rows_within(config: RunConfig, length: int) -> Change:
+    """No rows of more tokens; those of several `learner.row_lengths` that are shorter stay."""
+    several = config.learner.row_lengths
+    shorter = [each for each in several if each < length]
+    return {"learner.row_length": length} | ({"learner.row_lengths": [*shorter, length]} if several else {})
 
 
 def halves(count: int) -> list[int]:
@@ -179,7 +189,7 @@ def halves(count: int) -> list[int]:
 def shorter_rows(config: RunConfig) -> Iterator[tuple[Change, RunConfig]]:
     """Rows and sequences of half the tokens, of half of that, …, while they hold a prompt and the longest answer."""
     for length in halves(config.learner.row_length):
-        change = {"learner.row_length": length, "inference.max_seq_len": length}
+        change = rows_within(config, length) | {"inference.max_seq_len": length}
         if length >= config.inference.max_seq_len:
             continue  # one of the candidates
         try:
@@ -228,7 +238,7 @@ def smallest_change(
         except ConfigError:  # such as rates of arrays that do not train beside an adapter, whose run would be refused
             continue
         if tried.fits:
-            words = tuple(f"{key}={json.dumps(value)}" for key, value in change.items())
+            words = tuple(f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in change.items())
             return Remedy(words, tried.total_bytes)
         ratio = max(ratio, tried.total_bytes / estimated(run, changed))
     return Remedy((), 0)
