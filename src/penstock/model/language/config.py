@@ -390,13 +390,20 @@ class LoadingConfig(_Frozen):
     base: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
-    def policy(self, directory: str | Path) -> "PolicyConfig":
+    def policy(self, directory: str | Path, adapter_dtype: Dtype | None = None) -> "PolicyConfig":
         """The policy that lies in a directory, loaded so.
 
         Args:
             directory: Of a model, or of an adapter.
+            adapter_dtype: Of an adapter's parameters; None: the model's.
+
+        Raises:
+            CheckpointError: the adapter's configuration cannot be read.
+            ConfigError: it is of something that is not supported.
         """
         shared = {name: getattr(self, name) for name in LoadingConfig.model_fields}
+        if adapter_dtype is not None and is_adapter(directory):
+            shared["lora"] = read_adapter_config(directory)[0].in_dtype(adapter_dtype)
         return PolicyConfig(path=str(directory), **shared)
 
 
@@ -442,6 +449,11 @@ class PolicyConfig(LoadingConfig):
     def directory(self) -> str | None:
         """The model directory that weights are loaded from; None where they are drawn."""
         return self.path if self.initial_checkpoint is None else os.path.join(self.initial_checkpoint, "model")
+
+    @property
+    def adapter_dtype(self) -> Dtype | None:
+        """What `lora` says of the dtype of A and B."""
+        return None if self.lora is None else self.lora.dtype
 
     @property
     def tokenizer_path(self) -> str:
