@@ -78,6 +78,8 @@ def test_rows_for_cudnn_have_room_for_hardly_more_sequences_than_they_hold():
             {"row_lengths": [64, 256], "row_length": 128},
             "row_length is 128 and the longest of row_lengths 256",
         ),
+        ({"optimizer": {"learning_rate": float("inf")}}, "finite number"),
+        ({"optimizer": {"weight_decay": float("inf")}}, "finite number"),
         ({"row_lengths": [1, 64]}, "greater than or equal to 2"),
         ({"row_lengths": ["a"]}, "row_lengths"),
         ({"row_lengths": [2, 4, 6, 8, 10]}, "at most 4"),

@@ -61,6 +61,16 @@ def test_a_directory_is_compared_where_it_is_still_there(checkpoint: Path, tmp_p
     )
 
 
+def test_a_key_s_value_is_the_remedy_beside_a_directory_too(checkpoint: Path):
+    path = str(checkpoint / "model")
+    with pytest.raises(ConfigError) as refused:
+        check_language_resume(tiny({"model": {"init": None, "path": path, "lora": {"rank": 2}}}), checkpoint)
+    assert str(refused.value).endswith(
+        f"but {checkpoint} was trained with model.lora=null: a resumed run keeps its model; give these values, or "
+        "begin a new run"
+    )
+
+
 def test_what_the_model_was_made_of_may_have_gone(checkpoint: Path, tmp_path: Path):
     check_language_resume(tiny({"model": {"init": None, "path": str(tmp_path / "gone")}}), checkpoint)
     check_language_resume(tiny({"model": {"tokenizer": str(tmp_path / "gone")}}), checkpoint)

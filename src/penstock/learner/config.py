@@ -220,12 +220,12 @@ class OptimizerConfig(FrozenConfig, frozen=True):
     """
 
     name: Literal["adamw", "adafactor", "muon"] = "adamw"
-    learning_rate: float = Field(default=1e-5, ge=0)
+    learning_rate: float = Field(default=1e-5, ge=0, allow_inf_nan=False)
     warmup_steps: int = Field(default=5, ge=0)
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
     final_fraction: float = Field(default=0.1, ge=0, le=1)
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     epsilon: float = Field(default=1e-8, gt=0)

@@ -25,15 +25,23 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class TensorFiles:
-    """The tensors of an open directory, by name. Made by `open_tensors`."""
+    """The tensors of an open directory, by name. Made by `open_tensors`.
 
-    def __init__(self, handles: Mapping[str, Any]) -> None:
+    Args:
+        handles: Open files, by the names of their tensors.
+        directory: Where they lie, for errors.
+    """
+
+    def __init__(self, handles: Mapping[str, Any], directory: Path) -> None:
         self._handles = handles
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, handle in handles.items():
             view = handle.get_slice(name)
             if view.get_dtype() not in _FLOATS:
-                raise CheckpointError(f"{name} is stored as {view.get_dtype()}: only floating point is supported")
+                raise CheckpointError(
+                    f"{directory}: {name} is stored as {view.get_dtype()}: only floating point is supported "
+                    f"({', '.join(_FLOATS)}); save the model in one of these"
+                )
             self.shapes[name] = tuple(view.get_shape())
 
     def read(self, name: str) -> np.ndarray:
@@ -63,7 +71,7 @@ def open_tensors(directory: Path) -> Iterator[TensorFiles]:
             if missing:
                 raise CheckpointError(f"{path} lacks {missing[0]}, which the index says it holds")
             handles |= dict.fromkeys(present if wanted is None else wanted, handle)
-        yield TensorFiles(handles)
+        yield TensorFiles(handles, directory)
 
 
 def save_tensors(tensors: Mapping[str, np.ndarray], directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -114,8 +122,8 @@ def _files(directory: Path) -> dict[Path, set[str] | None]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{directory / INDEX_FILE} has no weight_map")
     files: dict[Path, set[str] | None] = {}
-    for shard in sorted(set(weight_map.values())):
-        if Path(shard).name != shard or not (directory / shard).is_file():
+    for shard in sorted(set(weight_map.values()), key=str):
+        if not isinstance(shard, str) or Path(shard).name != shard or not (directory / shard).is_file():
             raise CheckpointError(f"{directory / INDEX_FILE} names {shard!r}, which is not a file beside it")
         files[directory / shard] = {name for name, file in weight_map.items() if file == shard}
     return files

@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from penstock.inference.sequence import check_length
 from penstock.learner.config import LearnerConfig
 from penstock.learner.loss_terms import KlConfig
 from penstock.model.language.attention_choice import attention_kernel, check_attention
@@ -32,8 +33,9 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
     """The config as YAML, followed by the memory estimate and the components as comments.
 
     Raises:
-        ConfigError: the model or tokenizer that the config names is not there, or attention cannot be computed so, or
-            something is to be kept in another memory than there is.
+        ConfigError: the model or tokenizer that the config names is not there, its engine's sequences may be longer
+            than what the model is meant for, attention cannot be computed so, or something is to be kept in another
+            memory than there is.
     """
     if not isinstance(config, RunConfig):
         from penstock.overseer.control.plan import describe_fleet_plan
@@ -48,6 +50,8 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
     memory = estimate_memory(model, config.inference, config.learner, on_cpu, snapshots=beside)
     if config.replay.from_rollouts is not None or config.inference.external is not None:
         memory = replace(memory, engine_bytes=0, kv_cache_bytes=0)
+    else:
+        check_length(model, config.inference)
     comments = [
         f"Model: {model.model_type}, {model.parameter_count:,} parameters, {model.dtype}, "
         f"vocabulary {model.vocab_size:,}",

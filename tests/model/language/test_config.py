@@ -68,6 +68,26 @@ def test_llama3_scaling_is_read_from_both_forms(form):
     assert config.rope_theta == 5e5
 
 
+def test_two_rotations_in_one_file_are_refused_unless_they_are_the_same():
+    older = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    with pytest.raises(ConfigError, match="rope_parameters is .*, and rope_scaling .*: keep one of the two"):
+        ModelConfig.from_hugging_face(HUGGING_FACE | {"rope_parameters": plain, "rope_scaling": older})
+    both = {"rope_parameters": YARN | {"rope_theta": 5e5}, "rope_scaling": older}
+    config = ModelConfig.from_hugging_face(HUGGING_FACE | both)
+    assert isinstance(config.rope_scaling, YarnScaling) and config.rope_theta == 5e5
+
+
+def test_a_window_that_the_file_leaves_out_is_the_family_s():
+    mistral = HUGGING_FACE | {"model_type": "mistral"}
+    assert ModelConfig.from_hugging_face(mistral).windows == (4096, 4096)
+    assert ModelConfig.from_hugging_face(mistral | {"sliding_window": None}).windows == (None, None)
+    off = {"model_type": "qwen2", "sliding_window": 16}  # which acts where use_sliding_window says so
+    assert ModelConfig.from_hugging_face(HUGGING_FACE | off).windows == (None, None)
+    with pytest.raises(ConfigError, match="sliding_window is 16"):
+        ModelConfig.from_hugging_face(HUGGING_FACE | off | {"use_sliding_window": True})
+
+
 GEMMA = HUGGING_FACE | {"model_type": "gemma3_text", "num_hidden_layers": 12}
 
 
@@ -138,11 +158,11 @@ def test_yarn_without_an_original_context_stretches_the_one_there_is():
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor, high_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (
-            {"model_type": "qwen2", "sliding_window": 512},
+            {"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": True},
             r"sliding_window is 512, less than max_position_embeddings \(2048\)",
         ),
         ({"num_attention_heads": 5}, "head_dim is missing and hidden_size .32. is no multiple"),
-        ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple"),
+        ({"num_key_value_heads": 3}, r"^config.json: num_attention_heads \(4\) must be a multiple"),
         ({"head_dim": 7}, r"head_dim \(7\) must be even"),
         ({"vocab_size": "many"}, "config.json: vocab_size: "),
     ],

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig
 
 from penstock.model.language import (
     InitConfig,
@@ -69,6 +70,20 @@ def test_saved_tensors_are_those_that_transformers_wrote(golden, family, tmp_pat
     assert saved.keys() == original.keys()
     for name, array in original.items():
         np.testing.assert_array_equal(saved[name], array)
+
+
+def test_transformers_opens_what_is_saved_with_the_same_numbers(golden, tmp_path, tokenizer):
+    save_decoder(load_decoder(golden), tmp_path, tokenizer)
+    ours, theirs = (AutoConfig.from_pretrained(each).to_dict() for each in (tmp_path, golden))
+    said = {"eos_token_id", "pad_token_id", "head_dim", "rope_parameters", "dtype", "_name_or_path"}
+    assert {name: each for name, each in ours.items() if name not in said and theirs[name] != each} == {}
+
+
+def test_a_file_that_asks_for_something_else_is_named_by_its_path(copy):
+    directory = copy()
+    change_json(directory / "config.json", lambda config: config.update({"hidden_act": "gelu"}))
+    with pytest.raises(ConfigError, match=f"^{directory}/config.json: hidden_act is 'gelu'"):
+        load_decoder(directory)
 
 
 def test_a_saved_directory_says_how_to_generate_with_it(tmp_path, tokenizer, tiny_decoder):
@@ -189,7 +204,10 @@ def test_copies_that_older_files_hold_are_ignored(copy):
             lambda t: t.update({"model.layers.1.mlp.up_proj.weight": np.ones((32, 48), np.float32)}),
             r"model.layers.1.mlp.up_proj.weight has shape \[32, 48\], not \[48, 32\]",
         ),
-        (lambda t: t.update({"model.norm.weight": np.ones(32, np.int8)}), "model.norm.weight is stored as I8"),
+        (
+            lambda t: t.update({"model.norm.weight": np.ones(32, np.int8)}),
+            r"\w+: model.norm.weight is stored as I8.*F32",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(copy, change, message):
@@ -231,6 +249,7 @@ def remap(file):
         (cut("model-00002-of-00002.safetensors"), r"00002-of-00002.safetensors cannot be read: .*cut short.* again"),
         (remove("model-00002-of-00002.safetensors"), "names 'model-00002-of-00002.safetensors', which is not"),
         (remap("../mistral/model-00001-of-00002.safetensors"), "which is not a file beside it"),
+        (remap(3), "index.json names 3, which is not a file beside it"),
         (remap("model-00001-of-00002.safetensors"), "lacks model.norm.weight, which the index says"),
         (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
     ],

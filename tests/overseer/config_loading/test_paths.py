@@ -73,6 +73,20 @@ def test_paths_of_a_yaml_count_from_its_folder(project):
         assert config.replay.store.url == f"{project}/stored" and config.weights.url == "s3://bucket/weights"
 
 
+def test_so_do_an_adapter_s_base_a_loss_of_one_s_own_and_stored_rollouts(project):
+    text = LANGUAGE.replace("models/small,", "models/small, base: models/base,").replace(
+        "replay: {batch_maker: {name: makers.py:Mine},",
+        "learner: {loss: {module: MODULE}}\nreplay: {from_rollouts: run,",
+    )
+    (project / "own.yaml").write_text(text.replace("MODULE", "losses.py:Mine"))
+    config = load_config("../project/own.yaml")
+    assert config.model.base == f"{project}/models/base"
+    assert config.learner.loss.module == f"{project}/losses.py:Mine"
+    assert config.replay.from_rollouts == f"{project}/run"
+    (project / "own.yaml").write_text(text.replace("MODULE", "losses.mine:Mine"))
+    assert load_config("../project/own.yaml").learner.loss.module == "losses.mine:Mine"
+
+
 def test_so_do_those_of_a_fleet(project):
     config = load_config("../project/fleet.yaml")
     one, two, three = config.fleet.tasks.values()
@@ -151,7 +165,8 @@ def test_the_example_finds_its_files_from_anywhere(project):
 @pytest.mark.parametrize("model", [RunConfig, FleetRunConfig])
 def test_every_key_that_may_be_a_path_is_listed(model: type[BaseModel]):
     """By what it is called, or by its type."""
-    names = ("path", "url", "tls_cert", "tls_key", "tls_ca", "directory", "reference", "tokenizer")
+    names = ("path", "url", "tls_cert", "tls_key", "tls_ca", "directory", "reference", "tokenizer",
+             "base", "module", "from_rollouts")  # fmt: skip
 
     def is_path(key: Any) -> bool:
         return key.takes.startswith("path") or key.path.rpartition(".")[2] in names

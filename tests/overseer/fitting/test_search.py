@@ -63,6 +63,17 @@ def test_rows_are_shortened_first_where_sequences_stay_as_long(config):
     assert shorter[-1]["inference.max_seq_len"] / 2 <= answers < shorter[-1]["inference.max_seq_len"]
 
 
+def test_of_several_lengths_of_rows_those_that_are_shorter_stay(config):
+    lengths = {"learner.row_lengths": [512, 1024, 4096], "inference.max_seq_len": 2048}
+    several = penstock.load_config(config, lengths)
+    halved = {"learner.row_length": 2048, "learner.row_lengths": [512, 1024, 2048]}
+    assert halved in [change for change, _ in candidates(several, on_cpu=True, adaptable=False)]
+    change, run = next(shorter_rows(several))
+    assert change == {"learner.row_length": 1024, "learner.row_lengths": [512, 1024], "inference.max_seq_len": 1024}
+    assert [shape.length for shape in run.learner.row_shapes] == [512, 1024]
+    assert [shape.length for shape in search.of_rows(several, 8192).learner.row_shapes] == [8192]
+
+
 class Compiler:
     def __init__(self, capacity):
         self.chip = Chip("a chip", "cuda", capacity, 1.0, {"bfloat16": 1.0})
@@ -110,6 +121,29 @@ def test_an_adapter_is_the_change_where_the_model_s_own_state_is_too_large(confi
     assert smallest_change(config, model, compiler, report).changes == ()
     found = smallest_change(config, model, compiler, report, adaptable=True)
     assert "model.lora.rank=16" in found.changes and found.total_bytes <= compiler.chip.memory_bytes
+
+
+def test_what_the_run_itself_would_refuse_is_no_remedy_and_no_error(config, as_estimated, monkeypatch):
+    fit_run, _ = as_estimated
+    config = penstock.load_config(config, {"learner.optimizer.name": "adafactor", "learner.micro_batch_rows": 1})
+    model, plain = shape_named("1.5b", config), penstock.load_config(config, {"learner.remat": "offload"})
+    compiler = Compiler(fit_run(plain, with_adapter(model, 16), Compiler(0)).total_bytes)
+    report = fit_run(config, model, compiler)
+    refused = []
+
+    def refuses_adapters(run, model, compiler):
+        if model.lora is not None:  # as rates of arrays that do not train beside one
+            refused.append(run)
+            raise ConfigError("learner.optimizer.rates has ['embedding'], which match no array that trains")
+        return fit_run(run, model, compiler)
+
+    monkeypatch.setattr(search, "fit_run", refuses_adapters)
+    assert smallest_change(config, model, compiler, report, adaptable=True).changes == () and refused
+
+
+def test_sequences_that_no_engine_would_take_are_refused_before_anything_is_compiled(config):
+    with pytest.raises(ConfigError, match="inference.max_seq_len is 4096, but the model is meant for 2048 tokens"):
+        fit(config, "cpu")
 
 
 def test_an_adapter_is_asked_for_where_a_model_may_have_one(config):

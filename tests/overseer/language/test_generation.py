@@ -3,16 +3,21 @@
 import pyarrow.parquet as pq
 import pytest
 
+import penstock
 from penstock.inference.access import AccessRules
 from penstock.inference.config import ServedEngineConfig
 from penstock.inference.engine import InferenceEngine
 from penstock.inference.http_server import HttpServer
 from penstock.inference.server import create_app
-from penstock.model.language import load_policy, save_decoder
+from penstock.model.language import load_policy, named_arrays, save_decoder
+from penstock.model.language.adapter import base_digest
+from penstock.model.language.hugging_face import save_adapter
+from penstock.model.language.lora import LoraConfig
 from penstock.overseer import generate
 from penstock.rundir import read_json_lines
 from penstock.text import Tokenizer
 from penstock.types import CheckpointError, ConfigError, UnreachableError, WeightVersion
+from tests.adapted import adapted
 from tests.overseer.conftest import tiny
 
 TOKEN = "a test's token"
@@ -72,6 +77,29 @@ def test_a_checkpoint_and_a_server_over_it_give_the_same(tmp_path, made):
         [turn["content"] for turn in turns] for turns in text
     ]
     assert [row["mode"] for row in rows] == ["train"] * 6
+
+
+def test_an_adapter_answers_in_the_dtype_that_its_run_trains_it_in(tmp_path, made, monkeypatch):
+    decoder, folder = made
+    base, tokenizer, loaded = str(folder), Tokenizer.load("penstock"), []
+    beside = adapted(decoder, LoraConfig(rank=2, dtype="float32"), base=base)
+    own = {name: each for name, each in named_arrays(beside).items() if not name.startswith("adapter.")}
+    save_adapter(beside, tmp_path, tokenizer, base_digest(own))
+    model = {"init": None, "path": base, "dtype": "bfloat16", "lora": {"rank": 2, "dtype": "float32"}}
+
+    def recorded(*given):
+        loaded.append(load_policy(*given))
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("penstock.overseer.language.generation.load_policy", recorded)
+    monkeypatch.setattr("penstock.overseer.language.evaluation.load_policy", recorded)
+    for answer in (
+        lambda run: generate(tmp_path, run, tmp_path / "new.parquet"),
+        lambda run: penstock.evaluate(tmp_path, run),
+    ):
+        with pytest.raises(ConfigError, match="enough"):
+            answer(tiny({"model": model}))
+    assert [(each.adapter.query.a.dtype, each.embedding.dtype) for each in loaded] == [("float32", "bfloat16")] * 2
 
 
 @pytest.mark.slow

@@ -300,8 +300,8 @@ class ModelConfig(_Frozen):
             return cls.model_validate(dict(fields))
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "fields"
-            raise ConfigError(f"{source}: {where}: {first['msg']}") from error
+            where = "".join(f"{part}: " for part in (".".join(map(str, first["loc"])),) if part)
+            raise ConfigError(f"{source}: {where}{first['msg'].removeprefix('Value error, ')}") from error
 
 
 class InitConfig(_Frozen):
@@ -390,13 +390,20 @@ class LoadingConfig(_Frozen):
     base: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
-    def policy(self, directory: str | Path) -> "PolicyConfig":
+    def policy(self, directory: str | Path, adapter_dtype: Dtype | None = None) -> "PolicyConfig":
         """The policy that lies in a directory, loaded so.
 
         Args:
             directory: Of a model, or of an adapter.
+            adapter_dtype: Of an adapter's parameters; None: the model's.
+
+        Raises:
+            CheckpointError: the adapter's configuration cannot be read.
+            ConfigError: it is of something that is not supported.
         """
         shared = {name: getattr(self, name) for name in LoadingConfig.model_fields}
+        if adapter_dtype is not None and is_adapter(directory):
+            shared["lora"] = read_adapter_config(directory)[0].in_dtype(adapter_dtype)
         return PolicyConfig(path=str(directory), **shared)
 
 
@@ -444,6 +451,11 @@ class PolicyConfig(LoadingConfig):
         return self.path if self.initial_checkpoint is None else os.path.join(self.initial_checkpoint, "model")
 
     @property
+    def adapter_dtype(self) -> Dtype | None:
+        """What `lora` says of the dtype of A and B."""
+        return None if self.lora is None else self.lora.dtype
+
+    @property
     def tokenizer_path(self) -> str:
         """Where the tokenizer is loaded from."""
         return self.tokenizer or (
@@ -485,7 +497,10 @@ def read_shape(
         lora = found.checked(lora, str(directory))
     elif base is not None:
         raise ConfigError(f"model.base is {base!r}, but {directory} is no adapter: leave it out")
-    config = ModelConfig.from_hugging_face(read_json(below / "config.json"), dtype)
+    try:
+        config = ModelConfig.from_hugging_face(read_json(below / "config.json"), dtype)
+    except ConfigError as error:  # begins with the file's name
+        raise ConfigError(os.path.join(below, str(error))) from error
     return config if lora is None else config.with_lora(lora, source, os.path.abspath(below))
 
 

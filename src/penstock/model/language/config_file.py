@@ -45,6 +45,9 @@ _NUMBERS = (
     "sliding_window_pattern",
 )
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False},
+    "mistral": {"sliding_window": 4096, "max_position_embeddings": 131072},
     "phi3": {"rms_norm_eps": 1e-5},
     "gemma3_text": {
         "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
@@ -167,7 +170,13 @@ def _read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """Rotary base and scaling, from either form of the file."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    newer, older = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if newer and older and _rotation(newer) != _rotation(older):  # transformers would take rope_scaling alone
+        raise ConfigError(
+            f"config.json: rope_parameters is {_shown(newer)}, and rope_scaling {_shown(older)}: keep one of the two, "
+            "with rope_theta in rope_parameters or beside rope_scaling"
+        )
+    parameters = newer or older
     if "full_attention" in parameters:  # of layers without a window
         parameters = parameters["full_attention"] or {}
     theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
@@ -181,6 +190,14 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]
     if kind == "yarn" and config["model_type"] != "phi3":  # there it is a former name of LongRoPE
         return theta, _read_yarn(parameters, config)
     raise ConfigError(f"config.json: rope type is {_shown(kind)}: supported are default, llama3 and yarn")
+
+
+def _rotation(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What a section of either form says but for the base, which stands beside the older one."""
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    return {name: value for name, value in parameters.items() if name not in ("rope_theta", "type")} | {
+        "rope_type": kind
+    }
 
 
 def _read_llama3(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,6 +254,11 @@ def write_config(config: "ModelConfig") -> dict[str, Any]:
         fields |= {
             "layer_types": list(config.layer_types or ("sliding_attention",) * config.num_hidden_layers),
             "rope_local_base_freq": config.rope_local_theta or config.rope_theta,
-            "query_pre_attn_scalar": config.query_pre_attn_scalar or config.head_dim,
+            "query_pre_attn_scalar": _whole(config.query_pre_attn_scalar or config.head_dim),
         }
     return fields
+
+
+def _whole(number: float) -> float:
+    """256.0 as 256: where transformers declares a whole number, it opens no file with another."""
+    return int(number) if number == int(number) else number

@@ -49,7 +49,7 @@ class LoraConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int = Field(default=16, gt=0)
-    alpha: float = Field(default=32.0, gt=0)
+    alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False)
     targets: tuple[Target, ...] = tuple(MATRICES)
     dtype: Literal["float32", "bfloat16"] | None = None
     use_rslora: bool = False
@@ -149,7 +149,8 @@ def read_adapter_config(directory: str | Path) -> tuple[LoraConfig, str]:
         config = LoraConfig.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"{path}: {_OUTER.get(str(first['loc'][0]), first['loc'][0])}: {first['msg']}") from error
+        name = _OUTER.get(str(first["loc"][0]), first["loc"][0])
+        raise ConfigError(f"{path}: {name} has {reprlib.repr(first['input'])}: {first['msg']}") from error
     base = content.get("base_model_name_or_path")
     return config, base if isinstance(base, str) else ""
 

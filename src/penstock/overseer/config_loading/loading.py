@@ -431,6 +431,7 @@ def _index(node: Any, key: str) -> Any:
 _UPLOADED = "ray.runtime_env.working_dir"
 PATH_KEYS = (
     "model.path",
+    "model.base",
     "model.initial_checkpoint",
     "model.tokenizer",
     "curriculum.lessons.*.environment.env_class",
@@ -440,7 +441,9 @@ PATH_KEYS = (
     "replay.batch_maker.name",
     "replay.batch_makers.*.name",
     "replay.store.url",
+    "replay.from_rollouts",
     "rollout.storage.path",
+    "learner.loss.module",
     "learner.kl.reference",
     "learner.reference_kl.reference",
     "inference.tls_cert",
@@ -458,7 +461,7 @@ PATH_KEYS = (
 """Keys whose value is a path, or may be. Of what names code only ``file.py:Name`` is one; of an environment's or a
 simulator's own arguments that, and what is called ``path`` or ``…_path``."""
 
-_NAMES_CODE = ("env_class", "id", "name")
+_NAMES_CODE = ("env_class", "id", "name", "module")
 _CODE_FILE = re.compile(r"[^:]*\.py:\w+")
 _URL = re.compile(r"[A-Za-z][\w+.\-]+:")
 _NO_FILE = {"model.tokenizer": ("penstock",), "learner.kl.reference": ("initial", "ema")}

@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.inference.sequence import check_length
 from penstock.model.language.attention_choice import Remat
 from penstock.model.language.config import ModelConfig
 from penstock.model.language.lora import LoraConfig
@@ -48,7 +49,8 @@ def fit(
         A report, with the smallest change that makes it fit where it does not; of several models or rows a table.
 
     Raises:
-        ConfigError: no such chip, compiler, shape, row length or rank, or nothing is known of the engine.
+        ConfigError: no such chip, compiler, shape, row length or rank, sequences may be longer than what the model is
+            meant for, or nothing is known of the engine.
     """
     if config.inference.engine in ("sglang", "openai"):
         raise ConfigError(
@@ -67,6 +69,9 @@ def fit(
     if lora is not None:
         named = {name: with_adapter(model, lora) for name, model in named.items()}
     runs = {(name, run.learner.row_length): (run, model) for name, model in named.items() for run in sized}
+    for run, model in runs.values():
+        if run.inference.external is None:
+            check_length(model, run.inference)
     chip = parse_target(target)
     if chip.platform != "cpu":
         prepare_compilers()
@@ -112,7 +117,8 @@ def shape_named(name: str, config: RunConfig) -> ModelConfig:
 
 def of_rows(config: RunConfig, length: int) -> RunConfig:
     """The run with rows and sequences of that many tokens."""
-    return load_config(config, {"learner.row_length": length, "inference.max_seq_len": length})  # type: ignore[return-value]
+    change = {"learner.row_length": length, "learner.row_lengths": [], "inference.max_seq_len": length}
+    return load_config(config, change)  # type: ignore[return-value]
 
 
 def fit_run(config: RunConfig, model: ModelConfig, compiler: "ChipCompiler") -> "FitReport":
@@ -160,10 +166,19 @@ def candidates(config: RunConfig, on_cpu: bool, adaptable: bool) -> Iterator[tup
 
     for chosen in sorted(product(*choices), key=cost)[1:]:
         change = {key: value for (key, *_), (price, value) in zip(keys, chosen, strict=True) if price}
+        if "learner.row_length" in change:
+            change |= rows_within(config, change["learner.row_length"])
         try:
             yield change, load_config(config, {k: v for k, v in change.items() if k != ADAPTER_KEY})  # type: ignore[misc]
         except ConfigError:  # a rule between keys forbids this one
             continue
+
+
+def rows_within(config: RunConfig, length: int) -> Change:
+    """No rows of more tokens; those of several `learner.row_lengths` that are shorter stay."""
+    several = config.learner.row_lengths
+    shorter = [each for each in several if each < length]
+    return {"learner.row_length": length} | ({"learner.row_lengths": [*shorter, length]} if several else {})
 
 
 def halves(count: int) -> list[int]:
@@ -174,7 +189,7 @@ def halves(count: int) -> list[int]:
 def shorter_rows(config: RunConfig) -> Iterator[tuple[Change, RunConfig]]:
     """Rows and sequences of half the tokens, of half of that, …, while they hold a prompt and the longest answer."""
     for length in halves(config.learner.row_length):
-        change = {"learner.row_length": length, "inference.max_seq_len": length}
+        change = rows_within(config, length) | {"inference.max_seq_len": length}
         if length >= config.inference.max_seq_len:
             continue  # one of the candidates
         try:
@@ -215,12 +230,15 @@ def smallest_change(
 
     ratio = report.total_bytes / estimated(config, model)
     for change, run in changed_runs():
-        changed = with_adapter(model, change[ADAPTER_KEY]) if ADAPTER_KEY in change else model
-        if estimated(run, changed) * ratio > _CLOSE * capacity:
+        try:
+            changed = with_adapter(model, change[ADAPTER_KEY]) if ADAPTER_KEY in change else model
+            if estimated(run, changed) * ratio > _CLOSE * capacity:
+                continue
+            tried = fit_run(run, changed, compiler)
+        except ConfigError:  # such as rates of arrays that do not train beside an adapter, whose run would be refused
             continue
-        tried = fit_run(run, changed, compiler)
         if tried.fits:
-            words = tuple(f"{key}={json.dumps(value)}" for key, value in change.items())
+            words = tuple(f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in change.items())
             return Remedy(words, tried.total_bytes)
         ratio = max(ratio, tried.total_bytes / estimated(run, changed))
     return Remedy((), 0)

@@ -110,16 +110,13 @@ def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
         lora = trained.lora.model_copy(update={"dtype": state["adapter_dtype"]})
         trained = trained.model_copy(update={"lora": lora})
     theirs = trained.model_dump(mode="json", exclude=_ELSEWHERE) | {"dtype": state["dtype"]}
+    ours, own = shape.model_dump(mode="json", exclude=_ELSEWHERE), {"dtype", "lora"}
     place, remedy = "model.init.", VALUES
     if asked.init is None:
-        place, remedy = f"{asked.directory}: ", "leave model.path as it was"
-    check_kept(
-        shape.model_dump(mode="json", exclude=_ELSEWHERE),
-        theirs,
-        checkpoint,
-        lambda name: f"model.{name}" if name in ("dtype", "lora") else f"{place}{name}",
-        remedy,
-    )
+        place = f"{asked.directory}: "
+        of_keys = all(ours[name] == theirs[name] for name in ours.keys() - own)
+        remedy = VALUES if of_keys else "leave model.path as it was"
+    check_kept(ours, theirs, checkpoint, lambda name: f"model.{name}" if name in own else f"{place}{name}", remedy)
 
 
 def _base_now(config: RunConfig, checkpoint: Path) -> str | None:
