@@ -28,6 +28,7 @@ from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import Moves, ServedWeights, create_cache
 from penstock.inference.dispatch import SlotRows
 from penstock.inference.model_runner import ONE_DEVICE
+from penstock.inference.scheduler import SlotTable
 from penstock.learner import Learner, LearnerConfig
 from penstock.model.language import Decoder, ModelConfig
 from penstock.model.language.attention_choice import Platform, attention_kernel, platform_named
@@ -160,7 +161,7 @@ class RunShapes:
         run: Any = ONE_DEVICE
         slots, window = self.engine.max_slots, self.engine.max_seq_len
         cache = self.cache(slots, window)
-        rows = SlotRows.shapes(slots, self.engine.max_stop_token_ids)
+        rows = jax.eval_shape(lambda: SlotRows.of(SlotTable(slots, self.engine.max_stop_token_ids).rows))
         steps = self.engine.steps_per_dispatch
         found = {
             "decode": functools.partial(run.decode.lower, self.weights, cache, rows, steps=steps),
