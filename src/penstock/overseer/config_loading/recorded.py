@@ -125,10 +125,12 @@ def with_whole_preset(config: "RunConfig | FleetRunConfig", changes: Overrides) 
         config: What is recorded.
         changes: As of `load_config`.
     """
+    from penstock.overseer.config import RunConfig
+
     presets = [value for keys, value, _ in assignments(changes) if keys == _PRESET]
-    if not hasattr(config, "curriculum") or not presets or presets[-1] not in PRESETS:
+    if not isinstance(config, RunConfig) or not presets or presets[-1] not in PRESETS:
         return changes
-    loss: LossConfig = config.learner.loss  # pyright: ignore[reportAssignmentType]
+    loss = config.learner.loss
     old, new = ({"preset": preset} for preset in (loss.preset, presets[-1]))
     sections = {
         "learner.loss": (loss.model_dump(mode="json"), *_filled(LossConfig, old, new)),
