@@ -5,14 +5,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from penstock.curriculum.config import CurriculumConfig, SamplingParams
 from penstock.inference.config import InferenceConfig
