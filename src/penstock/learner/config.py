@@ -59,24 +59,27 @@ class CorrectionConfig(FrozenConfig, frozen=True):
             guard against stale rollouts and therefore has to be written out.
         scope: Over what w is formed: each ``token``; the ``sequence``, exp Σ over its sampled tokens; or its geometric
             mean, ``sequence_mean``, which does not grow with the length.
-        cap: Of ``truncate``.
-        low: Of ``mask``.
-        high: Of ``mask``.
+        cap: Of ``truncate``, at least 1, which is the weight of a token as probable as when it was sampled.
+        low: Of ``mask``, below 1.
+        high: Of ``mask``, above 1.
         veto: A sequence of which any token has exp(ℓ_p − ℓ_b) below this has weight 0 (and stays in the denominators);
             1e-4 is usual. None: none.
     """
 
     kind: Literal["none", "truncate", "mask"] = "truncate"
     scope: Literal["token", "sequence", "sequence_mean"] = "token"
-    cap: float = Field(default=2.0, gt=0)
+    cap: float = Field(default=2.0, ge=1)
     low: float = Field(default=0.5, ge=0)
     high: float = Field(default=5.0, gt=0)
     veto: float | None = Field(default=None, gt=0, lt=1)
 
     @model_validator(mode="after")
     def _ordered(self) -> "CorrectionConfig":
-        if self.low >= self.high:
-            raise ValueError(f"low ({self.low}) must be less than high ({self.high})")
+        if not self.low < 1 < self.high:
+            raise ValueError(
+                f"low is {self.low} and high is {self.high}: 1, the weight of a token as probable as when it was "
+                "sampled, must lie between them, or fresh rollouts would train nothing"
+            )
         for owner, keys in {"truncate": ("cap",), "mask": ("low", "high")}.items():
             if self.kind != owner:
                 refuse_idle(self, keys, f"kind is {self.kind!r}, and it is of {owner!r}")
