@@ -139,6 +139,21 @@ def test_another_preset_takes_the_place_of_all_that_the_recorded_one_filled_in(b
     assert isinstance(own, RunConfig) and own.learner.loss.aggregation == "constant"
 
 
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_a_synchronous_run_that_is_resumed_as_an_asynchronous_one_has_a_budget(as_mapping, tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.write_config({**load_config("cats", ["async=false"]).dump(), "versions": {"jax": "1"}})
+
+    def budgets(**changes):
+        given = changes if as_mapping else [f"{key}={value}".lower() for key, value in changes.items()]
+        config, _ = load_recorded_config(directory, given, trust=True)
+        assert isinstance(config, RunConfig)
+        return config.replay.staleness_budget, config.replay.max_rollout_step_delay
+
+    assert budgets(steps=2) == (0, 0) and budgets(**{"async": True}) == (1, 1)
+    assert budgets(**{"async": True, "replay.staleness_budget": 0}) == (0, 1)
+
+
 @pytest.mark.parametrize(("before", "after"), PRESET_CHANGES)
 def test_a_changed_copy_of_a_config_is_as_one_that_was_written_so(before, after):
     preset = "learner.loss.preset"

@@ -16,6 +16,7 @@ from penstock.batch.config import BUILT_IN_MAKERS, BatchMakerConfig
 from penstock.learner.config import PRESET_FILTERS, PRESETS, LossConfig
 from penstock.overseer.config_loading.keys import matches
 from penstock.overseer.config_loading.loading import Overrides, assignments, load_config
+from penstock.replay.config import ReplayBufferConfig
 from penstock.rundir import RunDirectory
 from penstock.types import ConfigError
 from penstock.types.importing import OBJECT, locate
@@ -44,7 +45,7 @@ CODE_KEYS = (
 stands for any key, or any place in a list."""
 
 _SHOWN_CHARACTERS = 300
-_PRESET = ["learner", "loss", "preset"]
+_PRESET, _ASYNC = ["learner", "loss", "preset"], ["async"]
 
 EVALUATED = ("curriculum", "fleet")
 """The sections whose code an evaluation imports."""
@@ -101,8 +102,8 @@ def load_recorded_config(
     Raises:
         ConfigError: others may have written it; or it is not valid.
     """
-    if any(keys == _PRESET for keys, *_ in assignments(overrides)):
-        overrides = with_whole_preset(load_config(directory.config_path, recorded=True), overrides)
+    if any(keys in (_PRESET, _ASYNC) for keys, *_ in assignments(overrides)):
+        overrides = with_what_follows(load_config(directory.config_path, recorded=True), overrides)
     config = load_config(directory.config_path, overrides, recorded=True)
     code = named_code(config.dump(), sections)
     reason = None if trust else directory.why_foreign()
@@ -115,11 +116,12 @@ def load_recorded_config(
     return config, code
 
 
-def with_whole_preset(config: "RunConfig | FleetRunConfig", changes: Overrides) -> Overrides:
-    """Changes of a recorded config, and before them all that another loss preset among them changes.
+def with_what_follows(config: "RunConfig | FleetRunConfig", changes: Overrides) -> Overrides:
+    """Changes of a recorded config, and before them all that another loss preset or ``async`` among them changes.
 
-    A recorded config has every key written down, so that a preset would fill in nothing. What the recorded one filled
-    in, filters included, gives way; what somebody set beside it stays.
+    A recorded config has every key written down, so that a preset would fill in nothing, and the staleness budget of a
+    synchronous run stay at zero. What the recorded ones filled in, filters included, gives way; what somebody set
+    beside them stays.
 
     Args:
         config: What is recorded.
@@ -127,11 +129,11 @@ def with_whole_preset(config: "RunConfig | FleetRunConfig", changes: Overrides) 
     """
     from penstock.overseer.config import RunConfig
 
-    presets = [value for keys, value, _ in assignments(changes) if keys == _PRESET]
-    if not isinstance(config, RunConfig) or not presets or presets[-1] not in PRESETS:
+    if not isinstance(config, RunConfig):
         return changes
-    loss = config.learner.loss
-    old, new = ({"preset": preset} for preset in (loss.preset, presets[-1]))
+    told = {tuple(keys): value for keys, value, _ in assignments(changes)}
+    loss, preset = config.learner.loss, told.get(tuple(_PRESET))
+    old, new = ({"preset": each} for each in (loss.preset, preset if str(preset) in PRESETS else loss.preset))
     sections = {
         "learner.loss": (loss.model_dump(mode="json"), *_filled(LossConfig, old, new)),
         "replay.batch_maker": (
@@ -145,6 +147,10 @@ def with_whole_preset(config: "RunConfig | FleetRunConfig", changes: Overrides) 
         for name in values
         if values[name] == before[name] != after[name] and name != "preset"
     }
+    if told.get(tuple(_ASYNC)) is True and not config.asynchronous:
+        replay, usual = config.replay, ReplayBufferConfig()
+        filled["replay.staleness_budget"] = usual.staleness_budget
+        filled["replay.max_rollout_step_delay"] = max(replay.max_rollout_step_delay, usual.max_rollout_step_delay)
     if isinstance(changes, Mapping):
         return {**filled, **changes}
     words = [changes] if isinstance(changes, str) else changes

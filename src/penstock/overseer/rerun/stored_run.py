@@ -26,7 +26,7 @@ from penstock.learner import Checkpoint, KlConfig, LearnerConfig, load_checkpoin
 from penstock.learner.checkpoints import find_checkpoints
 from penstock.model.programs import arithmetic, compile_programs
 from penstock.overseer.config import RunConfig
-from penstock.overseer.config_loading import all_keys, load_config, load_recorded_config, with_whole_preset
+from penstock.overseer.config_loading import all_keys, load_config, load_recorded_config, with_what_follows
 from penstock.overseer.kind import PolicyKind, RunStart
 from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, RolloutStore
 from penstock.replay.history import StoredBatch
@@ -191,7 +191,7 @@ class StoredRun:
         config = load_config(self.directory.config_path, words, recorded=True)
         if not changes:
             return config
-        words += with_whole_preset(config, changes)
+        words += with_what_follows(config, changes)
         changed = load_config(self.directory.config_path, words, recorded=True)
         if isinstance(config, RunConfig) and isinstance(changed, RunConfig):
             least = config.learner.row_length
