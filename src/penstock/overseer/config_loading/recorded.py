@@ -132,8 +132,9 @@ def with_what_follows(config: "RunConfig | FleetRunConfig", changes: Overrides) 
     if not isinstance(config, RunConfig):
         return changes
     told = {tuple(keys): value for keys, value, _ in assignments(changes)}
-    loss, preset = config.learner.loss, told.get(tuple(_PRESET))
-    old, new = ({"preset": each} for each in (loss.preset, preset if str(preset) in PRESETS else loss.preset))
+    loss = config.learner.loss
+    preset = str(told.get(tuple(_PRESET)))
+    old, new = ({"preset": each} for each in (loss.preset, preset if preset in PRESETS else loss.preset))
     sections = {
         "learner.loss": (loss.model_dump(mode="json"), *_filled(LossConfig, old, new)),
         "replay.batch_maker": (
