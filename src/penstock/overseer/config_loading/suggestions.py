@@ -1,8 +1,8 @@
 """What was probably meant by an unknown key: another spelling, another section, or another library's name for it.
 
 `unknown_key` says it in one line. `_NAMES` holds the names of TRL (``GRPOConfig`` and transformers'
-``TrainingArguments``), verl, and of PPO's usual implementations for what has a key here, and says so of what has none.
-Keys are tried against the model, so that the same name may lead elsewhere in a run of simulators. Not covered: other
+``TrainingArguments``), PEFT, verl, and of PPO's usual implementations for what has a key here, and says so of what has
+none. Keys are tried against the model, so that the same name may lead elsewhere in a run of simulators. Not covered: other
 libraries' values, whose meaning may differ; docs/config.md has ours.
 """
 
@@ -143,6 +143,11 @@ _NAMES = (
         "model_name_or_path pretrained_model pretrain model_name model_id", ("model.path",), hint="a local directory"
     ),
     _Name("resume_from init_from load_checkpoint_path", ("model.initial_checkpoint",), hint="a new run from it"),
+    _Name("r lora_r lora_rank", ("model.lora.rank",), absent="only language runs have adapters"),
+    _Name("lora_alpha", ("model.lora.alpha",), absent="only language runs have adapters"),
+    _Name("target_modules lora_target_modules", ("model.lora.targets",), absent="only language runs have adapters"),
+    _Name("lora_dropout", absent="adapters have no dropout"),
+    _Name("use_dora modules_to_save", absent="adapters are of matrices alone, without magnitudes"),
     _Name("tokenizer_name_or_path tokenizer_name", ("model.tokenizer",)),
     _Name("save_steps save_freq save_interval", ("overseer.checkpoint_every",), hint="in updates"),
     _Name("save_total_limit max_ckpt_to_keep", ("overseer.keep_checkpoints",)),
