@@ -2,8 +2,8 @@
 
 `unknown_key` says it in one line. `_NAMES` holds the names of TRL (``GRPOConfig`` and transformers'
 ``TrainingArguments``), PEFT, verl, and of PPO's usual implementations for what has a key here, and says so of what has
-none. Keys are tried against the model, so that the same name may lead elsewhere in a run of simulators. Not covered: other
-libraries' values, whose meaning may differ; docs/config.md has ours.
+none. Keys are tried against the model, so that the same name may lead elsewhere in a run of simulators. Not covered:
+other libraries' values, whose meaning may differ; docs/config.md has ours.
 """
 
 import difflib
