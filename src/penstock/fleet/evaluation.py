@@ -90,11 +90,9 @@ def evaluate_policy(
     if episodes < 1:
         raise ConfigError(f"episodes = {episodes}: an evaluation plays at least one")
     tally = _Tally(pool.tasks, episodes, config.discount)
-    steps, told_s = 0, SLOW_S
+    told_s = SLOW_S
 
     def take(batch: StepBatch) -> None:
-        nonlocal steps
-        steps += int(np.count_nonzero(batch.acted))
         tally.add(batch)
         for handler in on_batch:
             handler(batch)
@@ -111,7 +109,7 @@ def evaluate_policy(
         if clock() - began >= told_s:
             on_slow(
                 f"{tally.wanted - owed} of {tally.wanted} episodes of the evaluation are over after {told_s:g} s and "
-                f"{steps:,} steps: a task whose episodes may never end needs kwargs.max_episode_steps"
+                f"{tally.steps:,} steps: a task whose episodes may never end needs kwargs.max_episode_steps"
             )
             told_s *= 2
         worker.run_once(POLL_S)
@@ -140,7 +138,7 @@ class _Tally:
         self._next = 0
         self._played: list[list[Episode]] = [[] for _ in tasks]  # whole ones, also beyond the quota, which may grow
         self._given_up: set[int] = set()
-        self._faulty = self._cut = 0
+        self._faulty = self._cut = self.steps = 0
         self.wanted = sum(self._quotas)
 
     @property
@@ -149,6 +147,7 @@ class _Tally:
         return sum(map(self._remaining, range(len(self._tasks))))
 
     def add(self, batch: StepBatch) -> None:
+        self.steps += int(np.count_nonzero(batch.acted))
         self._tracker.add(batch)
         self._next, ended = self._tracker.since(self._next)
         for episode in ended:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from typing_extensions import override
 
 from penstock.model.json_files import read_json
 from penstock.model.language.config_file import REPLACED_KEYS, read_config, write_config
@@ -300,8 +301,8 @@ class ModelConfig(_Frozen):
             return cls.model_validate(dict(fields))
         except ValidationError as error:
             first = error.errors()[0]
-            where = "".join(f"{part}: " for part in (".".join(map(str, first["loc"])),) if part)
-            raise ConfigError(f"{source}: {where}{first['msg'].removeprefix('Value error, ')}") from error
+            where = [".".join(map(str, first["loc"]))] if first["loc"] else []
+            raise ConfigError(": ".join([source, *where, first["msg"].removeprefix("Value error, ")])) from error
 
 
 class InitConfig(_Frozen):
@@ -390,20 +391,13 @@ class LoadingConfig(_Frozen):
     base: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
-    def policy(self, directory: str | Path, adapter_dtype: Dtype | None = None) -> "PolicyConfig":
+    def policy(self, directory: str | Path) -> "PolicyConfig":
         """The policy that lies in a directory, loaded so.
 
         Args:
             directory: Of a model, or of an adapter.
-            adapter_dtype: Of an adapter's parameters; None: the model's.
-
-        Raises:
-            CheckpointError: the adapter's configuration cannot be read.
-            ConfigError: it is of something that is not supported.
         """
         shared = {name: getattr(self, name) for name in LoadingConfig.model_fields}
-        if adapter_dtype is not None and is_adapter(directory):
-            shared["lora"] = read_adapter_config(directory)[0].in_dtype(adapter_dtype)
         return PolicyConfig(path=str(directory), **shared)
 
 
@@ -450,10 +444,18 @@ class PolicyConfig(LoadingConfig):
         """The model directory that weights are loaded from; None where they are drawn."""
         return self.path if self.initial_checkpoint is None else os.path.join(self.initial_checkpoint, "model")
 
-    @property
-    def adapter_dtype(self) -> Dtype | None:
-        """What `lora` says of the dtype of A and B."""
-        return None if self.lora is None else self.lora.dtype
+    @override
+    def policy(self, directory: str | Path) -> "PolicyConfig":
+        """The policy that lies in a directory, loaded so; an adapter in the dtype that `lora` gives its parameters.
+
+        Raises:
+            CheckpointError: the adapter's configuration cannot be read.
+            ConfigError: it is of something that is not supported.
+        """
+        policy = super().policy(directory)
+        if self.lora is None or self.lora.dtype is None or not is_adapter(directory):
+            return policy
+        return policy.model_copy(update={"lora": read_adapter_config(directory)[0].in_dtype(self.lora.dtype)})
 
     @property
     def tokenizer_path(self) -> str:

@@ -131,7 +131,7 @@ def _answers(
     label: str,
 ) -> Found:
     model_dir, step = model_directory(str(source)), version_of(source)
-    policy = config.model.policy(model_dir, config.model.adapter_dtype)
+    policy = config.model.policy(model_dir)
     tokenizer = Tokenizer.load(policy.tokenizer_path, policy.chat_template_kwargs)
     decoder = load_policy(policy, config.seed, tokenizer)
     limits = config.overseer

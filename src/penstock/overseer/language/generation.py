@@ -126,7 +126,7 @@ def _manager(source: Path | str | None, config: RunConfig, token: str | None) ->
         return
     policy, limits = config.model, config.overseer
     if source is not None:
-        policy = policy.policy(model_directory(str(source)), policy.adapter_dtype)
+        policy = policy.policy(model_directory(str(source)))
     tokenizer = Tokenizer.load(policy.tokenizer_path, config.model.chat_template_kwargs)
     with RolloutManager.from_configs(
         {},
