@@ -1,5 +1,6 @@
 import pytest
 
+from penstock.overseer import train
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.plan import describe_plan
 from penstock.types import ConfigError
@@ -21,3 +22,37 @@ def test_a_length_that_the_engine_would_refuse_is_refused_before_a_run():
     changes = ["inference.max_seq_len=4096", "learner.row_length=4096"]
     with pytest.raises(ConfigError, match=r"inference.max_seq_len is 4096, .* meant for 2048 tokens"):
         describe_plan(load_config("cats", changes))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "error"),
+    [
+        (
+            "cats",
+            "learner.optimizer.frozen=[embeding]",
+            r"frozen has \['embeding'\], which match no array: there are emb",
+        ),
+        (
+            "cats",
+            'learner.optimizer.rates={"layrs.*": 2}',
+            r"rates has \['layrs\.\*'\], which match no array that trains",
+        ),
+        ("cats", "learner.optimizer.frozen=['*']", "all arrays: nothing would train"),
+        ("cartpole", "learner.optimizer.frozen=[trunc]", r"frozen has \['trunc'\], which match no array"),
+        (
+            "cats",
+            "curriculum.lessons.cats.sampling_params.stop_tokens=[382]",
+            r"lessons\.cats\.sampling_params\.stop_tokens has 382, but the model's tokens are 0 to 381",
+        ),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused_before_a_run(recipe, change, error):
+    with pytest.raises(ConfigError, match=error):
+        describe_plan(load_config(recipe, [change]))
+
+
+def test_a_token_that_the_model_does_not_have_ends_no_answer_and_leaves_nothing(tmp_path):
+    config = load_config("cats", ["curriculum.lessons.cats.sampling_params.stop_tokens=[5, 382]"])
+    with pytest.raises(ConfigError, match="stop_tokens has 382"):
+        train(config, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()

@@ -34,19 +34,25 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
 
     Raises:
         ConfigError: the model or tokenizer that the config names is not there, its engine's sequences may be longer
-            than what the model is meant for, attention cannot be computed so, or something is to be kept in another
-            memory than there is.
+            than what the model is meant for, attention cannot be computed so, something is to be kept in another
+            memory than there is, or arrays or tokens are named that the model does not have.
     """
     if not isinstance(config, RunConfig):
         from penstock.overseer.control.plan import describe_fleet_plan
 
         return describe_fleet_plan(config)
+    from penstock.learner.optimizer import beside_base, initial_state  # only what one kind of run needs is loaded
+    from penstock.model.language import Decoder
+    from penstock.overseer.language.kind import check_with_model
+
     config.check_trains()
     model = model_shape(config.model)
     beside, on_cpu = not config.replay.synchronous, computes_on_cpu()
     platform = "cpu" if on_cpu and find_spec("libtpu") is None else "gpu"
     check_attention(config.learner.attention, platform, model)
     config.learner.check_host_memory(platform)
+    check_with_model(config, model)
+    initial_state(beside_base(config.learner.optimizer, model), Decoder.of_shapes(model))  # which looks at all names
     memory = estimate_memory(model, config.inference, config.learner, on_cpu, snapshots=beside)
     if config.replay.from_rollouts is not None or config.inference.external is not None:
         memory = replace(memory, engine_bytes=0, kv_cache_bytes=0)

@@ -128,12 +128,21 @@ _ELSEWHERE = {"other_keys", "base"}
 """Of a shape what may be another when a run is resumed."""
 
 
-def check_reference_directory(config: RunConfig, policy: ModelConfig) -> None:
-    """Compares the directory of a KL's reference, where there is one, with the policy.
+def check_with_model(config: RunConfig, policy: ModelConfig) -> None:
+    """Compares what a run names of its model, tokens that end an answer and the reference of a KL, with the policy.
 
     Raises:
-        ConfigError: it is not there, or its shape or tokenizer is another.
+        ConfigError: the model has no such token; or the reference's directory is not there, or its shape or tokenizer
+            is another.
     """
+    for lesson_id, lesson in config.curriculum.lessons.items():
+        stops = lesson.sampling_params.stop_tokens or ()
+        beyond = [stop for stop in stops if isinstance(stop, int) and stop >= policy.vocab_size]
+        if beyond:
+            raise ConfigError(
+                f"curriculum.lessons.{lesson_id}.sampling_params.stop_tokens has {beyond[0]}, but the model's tokens "
+                f"are 0 to {policy.vocab_size - 1}: give one of these, or the text that is to end an answer"
+            )
     directory = config.learner.kl.directory
     if directory is None:
         return
@@ -313,7 +322,7 @@ class LanguageKind:
             environment.close()  # every worker makes its own
         shape = model_shape(config.model)
         Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs)
-        check_reference_directory(config, shape)
+        check_with_model(config, shape)
 
     def begin(self, config: RunConfig) -> RunStart:
         """Decoder and tokenizer; programs of learner and engine are compiled while they are loaded."""
@@ -322,7 +331,7 @@ class LanguageKind:
         try:
             tokenizer = Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs)
             policy = load_policy(config.model, config.seed, tokenizer)
-            check_reference_directory(config, policy.config)
+            check_with_model(config, policy.config)
         except BaseException:
             if begun is not None:
                 begun.drop()
@@ -333,7 +342,7 @@ class LanguageKind:
         """The checkpoint's decoder and tokenizer."""
         self.check_resume(config, checkpoint)
         loaded = load_checkpoint(checkpoint, _base_now(config, checkpoint))
-        check_reference_directory(config, loaded.decoder.config)
+        check_with_model(config, loaded.decoder.config)
         tokenizer = Tokenizer.load(checkpoint / "model", config.model.chat_template_kwargs)
         return RunStart(loaded.decoder, tokenizer, loaded)
 
