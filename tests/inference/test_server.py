@@ -186,6 +186,9 @@ def test_a_last_message_is_continued(raw):
 def test_detokenize_version_and_ready(raw):
     assert raw.post("/detokenize", json={"tokens": [104, 105, 256]}).json() == {"prompt": "hi<end>"}
     assert raw.post("/detokenize", json={"tokens": [1] * 65}).status_code == 400
+    for token in (-1, 1 << 70):
+        error = raw.post("/detokenize", json={"tokens": [104, token]}).json()["error"]
+        assert error["param"] == "tokens" and f"holds {token}, but token ids are 0 to " in error["message"]
     assert raw.get("/version").json() == {"version": version("penstock")}
     assert raw.get("/ready").json() == {"status": "ok"}
 
@@ -232,9 +235,11 @@ def test_tokenize_and_health(raw):
         ({"best_of": 3}, 400, "best_of", "not supported"),
         ({"nonsense": 1}, 400, "nonsense", "Extra inputs"),
         ({"temperature": "hot"}, 400, "temperature", "valid number"),
-        ({"temperature": -1}, 400, None, "temperature is -1"),
-        ({"top_p": 0}, 400, None, "top_p is 0"),
-        ({"min_p": 2}, 400, None, "min_p is 2"),
+        ({"temperature": -1}, 400, "temperature", "temperature is -1"),
+        ({"top_p": 0}, 400, "top_p", "top_p is 0"),
+        ({"min_p": 2}, 400, "min_p", "min_p is 2"),
+        ({"stop": ["a", ""]}, 400, "stop", "stop holds an empty string"),
+        ({"max_tokens": -1}, 400, "max_tokens", "greater than or equal to 0"),
         ({"min_p": "a"}, 400, "min_p", "valid number"),
         ({"max_tokens": 0}, 400, "max_tokens", "goes with echo or prompt_logprobs only"),
         ({"n": 0}, 400, "n", "greater than or equal to 1"),

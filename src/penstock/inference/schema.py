@@ -163,10 +163,20 @@ class _Body(_Sampling):
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
 
     @model_validator(mode="after")
-    def _whole_answers_only(self) -> "_Body":
+    def _can_be_answered(self) -> "_Body":
         if self.stream and self.prompt_logprobs is not None:
             raise _refused("prompt_logprobs", "is not told by streams: leave out it or stream")
+        for name, field in SAMPLING_FIELDS.items():
+            value = getattr(self, name)
+            if not (field.asks_nothing(value) or field.allows(value)):
+                raise _refused(name, f"is {value}: it must be {field.expected}")
+        if "" in self._stops:
+            raise _refused("stop", "holds an empty string, which would stop every response at once")
         return self
+
+    @property
+    def _stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def counts_usage(self) -> bool:
@@ -174,14 +184,13 @@ class _Body(_Sampling):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def decoding(self, max_output_tokens: int) -> Decoding:
-        """How to sample; ranges are the engine's to check."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        """How to sample."""
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         return Decoding(
             **{name: value for name, value in given.items() if not SAMPLING_FIELDS[name].asks_nothing(value)},
             max_output_tokens=max_output_tokens,
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            stop_strings=tuple(stops),
+            stop_strings=tuple(self._stops),
         )
 
 
@@ -189,7 +198,7 @@ class CompletionBody(_Body):
     """``POST /v1/completions``: one prompt or several, each a text or token ids."""
 
     prompt: str | _Listed[str] | _Listed[int] | _Listed[_Listed[int]]
-    max_tokens: int = 16
+    max_tokens: int = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
     echo: bool = False
     seeds: _Listed[int] | None = None
@@ -336,8 +345,8 @@ class ChatBody(_Body, _Conversation):
     """``POST /v1/chat/completions``."""
 
     messages: _Listed[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
     tool_choice: str | dict[str, Any] | None = None

@@ -327,6 +327,10 @@ class Api:
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
         body = await self._read(request, DetokenizeBody)
+        beyond = [token for token in body.tokens if not 0 <= token < self._tokenizer.vocab_size]
+        if beyond:
+            message = f"tokens holds {beyond[0]}, but token ids are 0 to {self._tokenizer.vocab_size - 1}"
+            raise ApiError(400, message, "tokens", "invalid_value")
         return await self.work(lambda: JSONResponse({"prompt": self._tokenizer.decode(body.tokens, False)}))
 
     def _tokenized(self, body: TokenizeBody) -> Response:
