@@ -19,7 +19,7 @@ from penstock.learner import (
 from penstock.learner.control_learner import ReferencePolicy
 from penstock.learner.control_losses import StepChain, VTraceClips, gae, vtrace
 from penstock.learner.control_step import preparer
-from penstock.model.control import ControlPolicy, named_arrays, save_control_policy
+from penstock.model.control import ControlPolicy, load_control_policy, named_arrays, save_control_policy
 from penstock.types import CheckpointError, ConfigError, MismatchError, NonFiniteError, SampleFragment, WeightsError
 
 FAST = ControlOptimizerConfig(learning_rate=1e-2)
@@ -132,6 +132,32 @@ def test_nothing_is_compiled_after_compile(policy, compilations):
     for step in range(2):
         learner.update(make_batch(fragments[step], step), step)
     assert compilations == []
+
+
+def test_observations_are_normalised_by_all_that_was_trained_on_and_no_gradient_moves_that(compilations, tmp_path):
+    policy = make_policy(normalize_observations=True, value_network="separate")
+    config = SMALL.model_copy(update={"optimizer": FAST.model_copy(update={"weight_decay": 0.1})})
+    learner = ControlLearner(policy, config, 5)
+    batches = [
+        [
+            replace(each, observations={"": 100 * step + 5 * each.observations[""]})
+            for each in make_fragments(policy, 4, 6, seed=step, version=9)
+        ]
+        for step in range(3)
+    ]
+    learner.compile(4, 6)
+    compilations.clear()
+    for step, fragments in enumerate(batches):
+        learner.update(make_batch(fragments, step), step)
+    assert compilations == []
+    found, steps = learner.policy.statistics, np.concatenate([f.observations[""][:-1] for f in sum(batches, [])])
+    assert float(found.count) == len(steps) == 72
+    np.testing.assert_allclose(found.mean[0], steps.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(found.variance[0], steps.var(0), rtol=1e-5)
+    assert "statistics.mean.0" in learner.named_arrays(), "they travel with the weights"
+    assert not [name for name in learner.state_arrays() if "statistics" in name], "they have no moments"
+    save_control_policy(tmp_path / "model", learner.policy, learner.policy.config, learner.policy.spaces)
+    assert changed(load_control_policy(tmp_path / "model"), learner.policy) == set()
 
 
 @pytest.mark.parametrize("memory", ["gru", pytest.param("transformer", marks=pytest.mark.slow)])

@@ -14,6 +14,7 @@ A metric that is undefined for a batch or not finite is left out, never zero.
 import time
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,8 @@ class ControlLearner:
 
     def __init__(self, policy: ControlPolicy, config: PpoConfig, total_steps: int, seed: int = 0) -> None:
         self._policy = policy
-        self._config = config
+        optimizer = config.optimizer.model_copy(update={"frozen": (*config.optimizer.frozen, *policy.still)})
+        self._config = config = config.model_copy(update={"optimizer": optimizer})
         self._total_steps = total_steps
         self._seed = seed
         self._step = 0
@@ -279,7 +281,16 @@ class ControlLearner:
         columns = np.zeros(-(-fragments // minibatches), np.int32)
         batch, rate = compiled.Minibatches(arrays, steps), np.float32(0)
         optimised = self._policy, self._state, self._reference.policy, batch, columns, rate, rate
-        return {
+        statistics = self._policy.statistics
+        seen = statistics, arrays.observations, arrays.counted
+        beside: Programs = (
+            {}
+            if statistics is None
+            else {
+                "observations": lambda: compiled.observer().lower(*seen).compile(),
+            }
+        )
+        return beside | {
             "minibatch": lambda: self._optimise.lower(*optimised).compile(),
             "advantages": lambda: self._prepare.lower(self._policy, arrays).compile(),
         }
@@ -311,6 +322,7 @@ class ControlLearner:
         prepared = time.perf_counter()
         rate = self._config.optimizer.rate_at(self._step, self._total_steps)
         outcomes = self._optimisation(compiled.Minibatches(arrays, steps), len(fragments), rate)
+        self._observe(arrays)
         ended = time.perf_counter()
         kl_coefficient = self._reference.coefficient(self._step)
         self._step += 1
@@ -406,6 +418,12 @@ class ControlLearner:
             if config.target_kl is not None and moved and np.mean(moved) > config.target_kl:
                 break
         return outcomes
+
+    def _observe(self, arrays: FragmentArrays) -> None:
+        """Statistics of observations are of what was trained on; the steps themselves were taken by those before."""
+        if (before := self._policy.statistics) is not None:
+            after = compiled.observer()(before, arrays.observations, arrays.counted)
+            self._policy = replace(self._policy, statistics=after)
 
     def _count_skipped(self, outcomes: Sequence[compiled.MinibatchResult]) -> None:
         """An update without a trained step is none of those in a row, and does not end their row."""

@@ -41,6 +41,7 @@ from penstock.learner.control_losses import (
 from penstock.learner.losses import correction_weight
 from penstock.learner.optimizer import AppliedUpdate, OptimizerState, apply_gradients, join_frozen, split_frozen
 from penstock.model.control import ControlPolicy, Distribution, named_arrays
+from penstock.model.control.encoders import ObservationStatistics
 from penstock.types import InvalidRolloutError, LeafSpace, SampleFragment, Spaces
 
 FEWEST_FINALS = 16
@@ -357,6 +358,12 @@ def preparer(config: PpoConfig) -> Any:
 def optimiser(config: PpoConfig, values_only: bool) -> Any:
     """Compiled `optimise`: (policy, state, reference, minibatches, columns, rate, β); `state` is donated."""
     return jax.jit(partial(optimise, config, values_only), donate_argnums=1)
+
+
+@cache
+def observer() -> Any:
+    """Compiled `ObservationStatistics.with_steps`."""
+    return jax.jit(ObservationStatistics.with_steps)
 
 
 def prepare(config: PpoConfig, policy: ControlPolicy, arrays: FragmentArrays) -> PreparedBatch:

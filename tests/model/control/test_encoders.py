@@ -3,7 +3,14 @@ import numpy as np
 import pytest
 
 from penstock.model.control import ControlModelConfig
-from penstock.model.control.encoders import Embedding, Encoder, NumberEncoder, OneHot, TextEncoder
+from penstock.model.control.encoders import (
+    Embedding,
+    Encoder,
+    NumberEncoder,
+    ObservationStatistics,
+    OneHot,
+    TextEncoder,
+)
 from penstock.types import ConfigError, LeafSpace
 
 IMAGE = LeafSpace("image", "box", (36, 36, 3), "uint8")
@@ -80,3 +87,36 @@ def test_grids_become_one_hot_where_asked():
 def test_a_convolutional_network_without_an_image_is_an_error():
     with pytest.raises(ConfigError, match=r"no observation is an image \(of 'vector' float64\[2, 3\]\): set network"):
         encoder(VECTOR, network="impala_cnn")
+
+
+def test_statistics_are_of_what_counts_whatever_the_rest_holds():
+    leaf = LeafSpace("speed", "box", (2,), "float32")
+    picture = LeafSpace("seen", "box", (32, 32), "uint8")
+    none = ObservationStatistics.of_none(ControlModelConfig(), (leaf, picture))
+    rng = np.random.default_rng(0)
+    speeds = (rng.normal(size=(6, 3, 2)) * [3, 0.1] + [1000, -2]).astype(np.float32)
+    counted = rng.random((5, 3)) < 0.6
+    counts = jnp.asarray(counted)
+    speeds[:5][~counted] = np.nan
+    observations = {"speed": jnp.asarray(speeds), "seen": jnp.zeros((6, 3, 32, 32), jnp.uint8)}
+    untouched = none(observations)
+    np.testing.assert_array_equal(untouched["seen"], observations["seen"])
+    np.testing.assert_allclose(untouched["speed"][:5][counted][:, 1], speeds[:5][counted][:, 1], rtol=1e-6)
+    parts = none.with_steps({"speed": observations["speed"][:3]}, counts[:2])
+    parts = parts.with_steps({"speed": observations["speed"][2:]}, jnp.zeros((3, 3), bool))  # nothing counts
+    parts = parts.with_steps({"speed": observations["speed"][2:]}, counts[2:])
+    used = speeds[:5][counted].astype(np.float64)
+    assert parts.names == ("speed",) and float(parts.count) == len(used)
+    np.testing.assert_allclose(parts.mean[0], used.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(parts.variance[0], used.var(0), rtol=1e-4)
+    normalised = np.asarray(parts(observations)["speed"])[:5][counted]
+    np.testing.assert_allclose(normalised, (used - used.mean(0)) / used.std(0), atol=2e-3)
+    assert float(parts({"speed": jnp.full((1, 2), 1e6)})["speed"].max()) == 10
+
+
+def test_normalising_without_numbers_is_an_error():
+    leaves = (LeafSpace("seen", "box", (32, 32), "uint8"), LeafSpace("kind", "discrete", (), "int64", (3,)))
+    with pytest.raises(
+        ConfigError, match=r"no observation is a box of floats beside images \(of 'seen' uint8\[32, 32\]"
+    ):
+        ObservationStatistics.of_none(ControlModelConfig(), leaves)

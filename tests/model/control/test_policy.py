@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from penstock.model.control import make_control_policy, named_arrays
+from penstock.model.control.encoders import ObservationStatistics
 from penstock.types import LeafSpace
 
 OBSERVATIONS = (
@@ -17,11 +20,17 @@ FIRST = jnp.zeros((STEPS, BATCH), bool).at[0, 1].set(True).at[3, 0].set(True)
 
 
 @pytest.mark.parametrize(
-    ("network", "memory"), [("mlp", "none"), ("nature_cnn", "gru"), ("mlp", "lstm"), ("impala_cnn", "transformer")]
+    ("network", "memory", "normalized"),
+    [("mlp", "none", True), ("nature_cnn", "gru", False), ("mlp", "lstm", True), ("impala_cnn", "transformer", False)],
 )
-def test_unrolling_equals_stepping(make_policy, draw, network, memory):
-    policy = make_policy(OBSERVATIONS, ACTIONS, network=network, memory=memory, impala_channels=(4,), image_features=8)
+def test_unrolling_equals_stepping(make_policy, draw, network, memory, normalized):
+    sizes = {"impala_channels": (4,), "image_features": 8}
+    policy = make_policy(OBSERVATIONS, ACTIONS, network=network, memory=memory, **sizes)
     observations, actions = draw(OBSERVATIONS, STEPS, BATCH), draw(ACTIONS, STEPS, BATCH)
+    if normalized:
+        seen = {"vector": 7 + 3 * draw(OBSERVATIONS, STEPS, BATCH, seed=1)["vector"]}
+        statistics = ObservationStatistics.of_none(policy.config, OBSERVATIONS)
+        policy = replace(policy, statistics=statistics.with_steps(seen, jnp.ones((STEPS, BATCH), bool)))
     state = policy.initial_state(BATCH)
     distribution, values, after = jax.jit(lambda *args: policy.unroll(*args))(observations, FIRST, state)
     logprobs = distribution.log_prob(actions)

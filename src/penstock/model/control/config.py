@@ -1,7 +1,7 @@
 """What a control policy is made of. Loads no JAX.
 
 The spaces are not in here: the simulators give them, and `make_control_policy` fits the network to them. Not covered:
-observation statistics (normalise in the simulator), action masks, mixed precision.
+action masks, mixed precision.
 """
 
 from typing import Literal
@@ -31,6 +31,8 @@ class ControlModelConfig(BaseModel):
         image_layout: Where an image's channels are; ``auto``: the shorter of the first and last axis.
         grid_values: Integer boxes that are no images (a grid of object codes, say) become one-hot with so many values;
             larger ones count as the last. None: they are numbers, uint8 divided by 255.
+        normalize_observations: Numbers (boxes of floats that are no images) less their mean, divided by their standard
+            deviation, both over all steps that were trained on, and clipped to [−10, 10].
         one_hot_limit: A discrete observation with more choices is embedded, not one-hot.
         embedding_size: Width of such an embedding, and of text's.
         text_vocabulary: Code points from here on share one embedding.
@@ -58,6 +60,7 @@ class ControlModelConfig(BaseModel):
     impala_channels: tuple[PositiveInt, ...] = Field(default=(16, 32, 32), min_length=1)
     image_layout: ImageLayout = "auto"
     grid_values: int | None = Field(default=None, ge=2)
+    normalize_observations: bool = False
     one_hot_limit: int = Field(default=64, ge=0)
     embedding_size: int = Field(default=32, ge=1)
     text_vocabulary: int = Field(default=256, ge=2)

@@ -17,7 +17,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from penstock.model.control.config import ControlModelConfig, ImageLayout
 from penstock.model.control.layers import HIDDEN_GAIN, Conv, Dense, Mlp
@@ -310,6 +310,87 @@ class TextEncoder(LeafEncoder):
         return total / jnp.maximum(there.sum(axis=-1, keepdims=True), 1.0)
 
 
+MOST_DEVIATIONS = 10.0
+"""What a normalised number is clipped to."""
+_LEAST_VARIANCE = 1e-8
+
+
+class ObservationStatistics(eqx.Module):
+    """Mean and variance of each number in observations, over all steps that were learned from; no gradient goes there.
+
+    Parts are merged as by Chan, Golub & LeVeque 1979 (https://doi.org/10.1007/978-3-642-51461-6_3), so that the result
+    is that of all steps at once.
+
+    Attributes:
+        mean: Of each leaf, float32; 0 before the first step.
+        variance: Likewise; 1 before.
+        count: Of steps.
+        names: The leaves' names.
+    """
+
+    mean: tuple[Float[Array, "*leaf"], ...]
+    variance: tuple[Float[Array, "*leaf"], ...]
+    count: Float[Array, ""]
+    names: tuple[str, ...] = eqx.field(static=True)
+
+    @classmethod
+    def of_none(cls, config: ControlModelConfig, leaves: tuple[LeafSpace, ...]) -> "ObservationStatistics":
+        """Before the first step.
+
+        Raises:
+            ConfigError: no leaf is of numbers that could be normalised.
+        """
+        numbers = [leaf for leaf in leaves if _is_of_numbers(leaf, config)]
+        if not numbers:
+            raise ConfigError(
+                f"model.normalize_observations is true, but no observation is a box of floats beside images (of "
+                f"{_named(leaves)}): leave it out"
+            )
+        shapes = [leaf.shape for leaf in numbers]
+        return cls(
+            tuple(jnp.zeros(shape, jnp.float32) for shape in shapes),
+            tuple(jnp.ones(shape, jnp.float32) for shape in shapes),
+            jnp.zeros((), jnp.float32),
+            tuple(leaf.name for leaf in numbers),
+        )
+
+    def __call__(self, observations: Mapping[str, Array]) -> dict[str, Array]:
+        """The observations, [batch, …] or [time, batch, …], with numbers normalised."""
+        normalised = {
+            name: jnp.clip(
+                (observations[name] - mean) * jax.lax.rsqrt(variance + _LEAST_VARIANCE),
+                -MOST_DEVIATIONS, MOST_DEVIATIONS,
+            )
+            for name, mean, variance in zip(self.names, self.mean, self.variance, strict=True)
+        }  # fmt: skip
+        return {**observations, **normalised}
+
+    def with_steps(
+        self, observations: Mapping[str, Array], counted: Bool[Array, "time batch"]
+    ) -> "ObservationStatistics":
+        """With these steps.
+
+        Args:
+            observations: [time or more, batch, …]; what comes after the last step does not count.
+            counted: Which steps do.
+        """
+        more = jnp.sum(counted, dtype=jnp.float32)
+        total = jnp.maximum(self.count + more, 1.0)
+
+        def merged(name: str, mean: Array, variance: Array) -> tuple[Array, Array]:
+            numbers = observations[name][: len(counted)]
+            here = counted.reshape(*counted.shape, *(1,) * (numbers.ndim - 2))
+            own = jnp.sum(jnp.where(here, numbers, 0.0), axis=(0, 1)) / jnp.maximum(more, 1.0)
+            squares = jnp.sum(jnp.where(here, (numbers - own) ** 2, 0.0), axis=(0, 1))
+            apart, share = own - mean, more / total
+            summed = variance * self.count + squares + apart**2 * self.count * share
+            return mean + apart * share, jnp.where(more > 0, summed / total, variance)
+
+        pairs = [merged(*each) for each in zip(self.names, self.mean, self.variance, strict=True)]
+        means, variances = zip(*pairs, strict=True)
+        return ObservationStatistics(means, variances, self.count + more, self.names)
+
+
 class Encoder(eqx.Module):
     """All observations of one step, as one row of features.
 
@@ -394,6 +475,11 @@ def _flat(rng: np.random.Generator, config: ControlModelConfig, leaf: LeafSpace)
     if max(choices) <= config.one_hot_limit:
         return OneHot(choices), sum(choices)
     return Embedding(_table(rng, sum(choices), config.embedding_size), choices), config.embedding_size * len(choices)
+
+
+def _is_of_numbers(leaf: LeafSpace, config: ControlModelConfig) -> bool:
+    floats = leaf.kind == "box" and np.issubdtype(np.dtype(leaf.dtype), np.floating)
+    return floats and ImageForm.of(leaf, config.image_layout) is None
 
 
 def _table(rng: np.random.Generator, rows: int, width: int) -> Array:

@@ -28,7 +28,7 @@ from penstock.model.control.distributions import (
     Distribution,
     LeafDistribution,
 )
-from penstock.model.control.encoders import Encoder
+from penstock.model.control.encoders import Encoder, ObservationStatistics
 from penstock.model.control.layers import Dense
 from penstock.model.control.memory import Memory, RecurrentMemory, State, WindowMemory
 from penstock.types import ConfigError, LeafSpace, Spaces, fold, generator
@@ -117,6 +117,7 @@ class ControlPolicy(eqx.Module):
         heads: One per action leaf.
         value_head: The estimate of the return.
         value_encoder: The value's own encoder, where it does not share the actions'.
+        statistics: By which observations are normalised; None where they are taken as they come.
         config: How it was made.
         spaces: For what.
     """
@@ -126,8 +127,14 @@ class ControlPolicy(eqx.Module):
     heads: tuple[ActionHead, ...]
     value_head: Dense
     value_encoder: Encoder | None
+    statistics: ObservationStatistics | None
     config: ControlModelConfig = eqx.field(static=True)
     spaces: Spaces = eqx.field(static=True)
+
+    @property
+    def still(self) -> tuple[str, ...]:
+        """Patterns of the names of arrays that no gradient moves."""
+        return () if self.statistics is None else ("statistics.*",)
 
     def initial_state(self, batch: int) -> dict[str, Array]:
         """The state before an episode's first step, [batch, …]; empty without memory."""
@@ -146,6 +153,7 @@ class ControlPolicy(eqx.Module):
         Returns:
             What to do, the value of the observation, and the state after the step.
         """
+        observations = self._normalised(observations)
         features, after = self.encoder(observations), dict(state)
         if self.memory is not None:
             features, after = self.memory.step(features, state, first)
@@ -165,6 +173,7 @@ class ControlPolicy(eqx.Module):
         Returns:
             Distributions and values [T, batch], and the states after each step, [T, batch, …].
         """
+        observations = self._normalised(observations)
         features, after = _over_time(self.encoder, observations, first.shape), {}
         if self.memory is not None:
             features, after = self.memory.unroll(features, state, first)
@@ -183,6 +192,9 @@ class ControlPolicy(eqx.Module):
         distribution, values, after = self.step(observations, state, jnp.zeros(batch, bool))
         actions = distribution.sample(key)
         return actions, distribution.log_prob(actions), values, after
+
+    def _normalised(self, observations: Observations) -> Observations:
+        return observations if self.statistics is None else self.statistics(observations)
 
     def _distribution(self, features: Float[Array, "*batch features"]) -> Distribution:
         return Distribution(tuple(head(features) for head in self.heads), tuple(h.leaf.name for h in self.heads))
@@ -214,7 +226,9 @@ def make_control_policy(config: ControlModelConfig, spaces: Spaces, seed: int) -
     width = encoder.features if memory is None else config.memory_size
     heads = tuple(ActionHead.draw(rng, config, leaf, width) for leaf in spaces.actions)
     own = Encoder.draw(rng, config, spaces.observations) if config.value_network == "separate" else None
-    return ControlPolicy(encoder, memory, heads, Dense.draw(rng, width, 1, config.value_gain), own, config, spaces)
+    value_head = Dense.draw(rng, width, 1, config.value_gain)
+    known = ObservationStatistics.of_none(config, spaces.observations) if config.normalize_observations else None
+    return ControlPolicy(encoder, memory, heads, value_head, own, known, config, spaces)
 
 
 def _memory(rng: np.random.Generator, config: ControlModelConfig, inputs: int) -> Memory | None:
