@@ -323,7 +323,7 @@ class ObservationStatistics(eqx.Module):
 
     Attributes:
         mean: Of each leaf, float32; 0 before the first step.
-        variance: Likewise; 1 before.
+        variance: Of each leaf, float32; 1 before the first step.
         count: Of steps.
         names: The leaves' names.
     """
