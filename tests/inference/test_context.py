@@ -75,7 +75,7 @@ def test_no_prompts_give_no_groups(context):
 
 
 def test_a_seed_per_prompt_is_required(context):
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="seeds has 1 for 2 prompts: give one for each"):
         context.generate(prompts("ab", "c"), 1, FREE, [1])
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,6 +67,9 @@ def launchers() -> Iterator[list[object]]:
 
         def close(self, timeout_s: float) -> None:
             assert timeout_s > 0
+
+        def check_room(self, newcomers: Sequence[object], others: Sequence[object]) -> None:
+            assert newcomers and not others
 
     fake = ModuleType("penstock.overseer.ray")
     fake.__dict__["RayLauncher"] = Launcher

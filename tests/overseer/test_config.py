@@ -9,6 +9,7 @@ from tests.overseer.conftest import tiny
 @pytest.mark.parametrize("word", [False, "false", "no", "off", 0])
 def test_async_false_in_any_spelling_is_a_staleness_budget_of_zero(word: object):
     assert tiny({"async": word, "replay": {"staleness_budget": 2}}).replay.staleness_budget == 0
+    assert tiny({"asynchronous": word, "replay": {"staleness_budget": 2}}).replay.staleness_budget == 0
     assert tiny({"async": True, "replay": {"staleness_budget": 2}}).replay.staleness_budget == 2
 
 

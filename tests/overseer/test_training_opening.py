@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from penstock.overseer import evaluate, train
-from penstock.overseer.training import DamageList, resume_point
+from penstock.overseer.training import DamageList, create_run, resume_point
 from penstock.replay import RolloutStore
 from penstock.rundir import JsonLinesLog, RunDirectory, read_events, read_json_lines, read_metrics, read_status
 from penstock.types import ConfigError, EnvironmentFailure, RunDirectoryError, RunFailed
@@ -95,6 +96,23 @@ def test_rewards_beyond_the_limit_cost_their_groups_and_are_named(run_dir: Path)
     assert fates and {row["reason"] for row in fates} == {named}
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
     assert len(rows) == 3 and all(row["train/loss"] is not None for row in rows)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_runs_that_begin_in_one_second_have_a_directory_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, private):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("penstock.overseer.training.time.strftime", lambda form: "20261127-080000")
+    config = tiny({"overseer": {"private": private}})
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: create_run(config, None, "cats").path.name, range(4)))
+    assert sorted(made) == [f"cats-20261127-080000{number}" for number in ("", "-2", "-3", "-4")]
+
+
+def test_a_default_place_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to("nowhere")
+    with pytest.raises(RunDirectoryError, match="cannot be written"):
+        create_run(tiny(), None, "cats")
 
 
 @pytest.mark.attack

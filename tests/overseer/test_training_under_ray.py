@@ -9,7 +9,7 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.run import Run
-from penstock.overseer.training import open_run, run_token
+from penstock.overseer.training import create_run, open_run, run_token
 from penstock.types import ConfigError
 
 HOSTS = {"inference.host": "0.0.0.0", "weights.host": "127.0.0.1"}
@@ -70,6 +70,30 @@ def test_what_all_machines_reach_is_not(
     monkeypatch.setattr(RayLauncher, "machines", machines)
     with pytest.raises(Begun):
         begin(load_config("cats", overrides(transport, hosts)), tmp_path / "run")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_the_cluster_has_no_room_for_is_refused_before_anything_is_written(
+    tmp_path: Path, launchers: list[Any], monkeypatch: pytest.MonkeyPatch, resume: bool
+):
+    from penstock.overseer.ray import RayLauncher
+
+    closed: list[float] = []
+
+    def refuse(self: Any, newcomers: list[Any], others: list[Any]) -> None:
+        raise ConfigError(
+            f"no room for {', '.join(f'{identity} with {role.num_cpus:g}' for identity, role in newcomers)}"
+        )
+
+    monkeypatch.setattr(RayLauncher, "check_room", refuse)
+    monkeypatch.setattr(RayLauncher, "close", lambda self, timeout_s: closed.append(timeout_s))
+    config = load_config("cats", ["runtime=ray", "roles.learner.num_cpus=64", "rollout.workers=2"])
+    directory = create_run(load_config("cats"), tmp_path / "run", "cats") if resume else None
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match="learner-0.* with 64.*rollout-1"):
+        open_run(LanguageKind.of(config), config, tmp_path / "run", resume, "cats", True)
+    assert closed == [config.overseer.stop_timeout_s] and sorted(tmp_path.rglob("*")) == before
+    assert directory is None or directory.read_config()["runtime"] == "local"
 
 
 def test_the_token_is_the_environments_or_a_new_secret(launchers: list[Any], monkeypatch: pytest.MonkeyPatch):

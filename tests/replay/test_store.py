@@ -189,6 +189,12 @@ def test_a_plain_path_will_do(tmp_path):
     assert len(RolloutStore(tmp_path / "new" / "place").history().sealed) == 2
 
 
+def test_a_path_where_no_folder_can_be_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirectoryError, match="no rollouts can be stored in .*file: .*Not a directory"):
+        RolloutStore(tmp_path / "file")
+
+
 def test_opening_a_store_to_read_touches_nothing_of_its_writer(directory):
     unfinished = directory.rollouts / ".part-1.parquet.0a.tmp"
     unfinished.write_text("half")

@@ -50,6 +50,8 @@ class EngineContext:
 
         Raises:
             EnvironmentFailure: a prompt does not fit the engine's sequence length.
+            ConfigError: decoding parameters are out of range.
+            ValueError: there are not as many seeds as prompts.
             NoProgressError: the responses took longer than the engine's ``request_timeout_s``.
             RunFailed: the engine failed.
             Stopped: the engine was stopped before the request came in.
@@ -73,6 +75,8 @@ class EngineContext:
         ]
 
     def _requests(self, call: GenerationCall) -> list[GenerationRequest] | EnvironmentFailure:
+        if len(call.prompts) != len(call.seeds):
+            raise ValueError(f"seeds has {len(call.seeds)} for {len(call.prompts)} prompts: give one for each")
         stops = call.decoding.stop_token_ids or self._tokenizer.stop_token_ids
         decoding = replace(call.decoding, stop_token_ids=stops)
         requests = [

@@ -204,6 +204,8 @@ class RunConfig(BaseModel):
         """``async: false`` puts a budget of zero in place of whatever the recipe says; it does not count as given."""
         if not isinstance(values, dict):
             return handler(values)
+        if "asynchronous" in values and "async" not in values:
+            values = {("async" if name == "asynchronous" else name): value for name, value in values.items()}
         try:
             synchronous = TypeAdapter(bool).validate_python(values.get("async", True)) is False
         except ValidationError:

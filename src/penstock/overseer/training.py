@@ -27,6 +27,7 @@ from penstock.overseer.progress import Progress
 from penstock.overseer.run import Run, step_of
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Overseer, ThreadGroup
+from penstock.overseer.supervisor.messages import Identity
 from penstock.overseer.tasks import DirectTasks, SupervisedTasks
 from penstock.overseer.terminal import RunSummary, TerminalView
 from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, repair_logs
@@ -280,7 +281,7 @@ def _under_ray(
         kind.check_resume(config, checkpoint)
     states = None if checkpoint is None else read_states(checkpoint)
     try:
-        launcher = _joined(config, directory, kind.hosts(config))
+        launcher = _joined(kind, settings, states)
     except PenstockError:
         if not resume:
             shutil.rmtree(directory.path)  # nothing of a run is in it
@@ -404,10 +405,24 @@ def check_goal(steps: int, checkpoint: Path | None) -> None:
 
 
 def create_run(config: "RunConfig | FleetRunConfig", run_dir: Path | str | None, recipe: str) -> RunDirectory:
-    """The directory of a new run."""
-    name = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    resolved = config.dump() | {"versions": _versions()}
-    return RunDirectory.create(run_dir or Path("runs") / name, resolved, config.overseer.private)
+    """The directory of a new run; without `run_dir` one that nobody else has, however many runs begin at a time."""
+    private = config.overseer.private
+    path = run_dir or _unused(Path("runs") / f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}", private)
+    return RunDirectory.create(path, config.dump() | {"versions": _versions()}, private)
+
+
+def _unused(path: Path, private: bool) -> Path:
+    """The path, or with a number behind it the first that does not exist; the folder is made."""
+    number, free = 1, path
+    while True:
+        try:
+            free.mkdir(0o700 if private else 0o777, parents=True)
+            return free
+        except OSError:
+            if not os.path.lexists(free):
+                return free  # whoever makes a run of it says why that cannot be
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
 
 
 def _record_changes(directory: RunDirectory, config: "RunConfig | FleetRunConfig", log: RunLog) -> None:
@@ -461,14 +476,17 @@ def run_token() -> str:
     return given
 
 
-def _joined(config: Any, directory: RunDirectory, hosts: Mapping[str, str]) -> "RayLauncher":
-    """A launcher on the cluster of the config, whose machines reach one another."""
+def _joined(kind: PolicyKind, settings: Settings[Any], states: Mapping[str, Any] | None) -> "RayLauncher":
+    """A launcher on the cluster of the config, whose machines reach one another and have room for all components."""
     from penstock.overseer.ray import RayLauncher  # an extra, which takes a moment to load
 
+    config, directory = settings.config, settings.directory
     launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
     try:
-        _check_reach(launcher.machines, config.weights.transport, hosts)
-    except ConfigError:
+        _check_reach(launcher.machines, config.weights.transport, kind.hosts(config))
+        specs = kind.components(settings, states)
+        launcher.check_room([(Identity(spec.role, spec.index, 0), spec.resources) for spec in specs], [])
+    except PenstockError:
         launcher.close(config.overseer.stop_timeout_s)
         raise
     return launcher

@@ -111,6 +111,7 @@ class RolloutStore:
     Raises:
         ConfigError: ``replay.store.url`` needs a package that is not installed, or is no URL that fsspec knows;
             ``replay.store.observations`` is false where none are stored anyway.
+        RunDirectoryError: the folders cannot be made.
     """
 
     def __init__(
@@ -131,9 +132,12 @@ class RolloutStore:
         self._folders = (experience.folder, experience.batch_folder)
         self._storage = open_storage(self._directory.path, config.url)
         if not isinstance(directory, RunDirectory):
-            for folder in self._folders if config.url is None else ():
-                (self._directory.path / folder).mkdir(parents=True, exist_ok=True)
-            self._directory.path.mkdir(parents=True, exist_ok=True)
+            try:
+                for folder in self._folders if config.url is None else ():
+                    (self._directory.path / folder).mkdir(parents=True, exist_ok=True)
+                self._directory.path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RunDirectoryError(f"no rollouts can be stored in {directory}: {error}: choose another") from error
         self._inventory = Inventory(self._folders, self._storage.files)
         self._damaged = (
             None if on_damage is None else DamagedFiles(self._storage, experience, self._inventory, on_damage)

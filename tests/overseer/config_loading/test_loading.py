@@ -8,7 +8,14 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.overseer.config import RunConfig
-from penstock.overseer.config_loading import apply_overrides, build_config, load_config, load_recipe, recipe_summaries
+from penstock.overseer.config_loading import (
+    apply_overrides,
+    build_config,
+    load_config,
+    load_recipe,
+    recipe_summaries,
+    split_words,
+)
 from penstock.rundir.yaml_documents import dump_yaml, parse_yaml
 from penstock.types import ConfigError
 
@@ -250,6 +257,30 @@ def test_a_config_is_loaded_with_words_a_mapping_or_from_another_config():
         load_config(words, {"lr": 1e-3})
     with pytest.raises(ConfigError, match="^config is a dict: give a recipe's name, a YAML path, or what load_config"):
         load_config({"steps": 3})  # type: ignore[arg-type]
+
+
+def test_what_python_calls_asynchronous_is_async_in_words_too():
+    assert load_config("cats", ["asynchronous=false"]) == load_config("cats", ["async=false"])
+
+
+def test_arrays_are_lists_of_numbers():
+    arrays = {"inference.windows": np.array([64, 128]), "inference.prefill_lengths": (np.array([16]), np.int64(64))}
+    inference = {"windows": [64, 128], "prefill_lengths": [[16], 64]}
+    assert apply_overrides({}, arrays) == {"inference": inference}
+
+
+def test_overrides_that_can_be_read_only_once_are_refused():
+    with pytest.raises(ConfigError, match="overrides is <generator .*give a mapping of keys to values, or key=value"):
+        load_config("cats", (word for word in ["steps=3"]))  # type: ignore[arg-type]
+
+
+def test_a_word_may_be_longer_than_the_name_of_a_file():
+    word = f"tracking.wandb.project={'x' * 400}"
+    assert split_words(["cats", word]) == (["cats"], [word])
+    with pytest.raises(ConfigError, match="no recipe named 'xxx"):
+        load_recipe("x" * 400)
+    with pytest.raises(ConfigError, match=r"cannot read 'a\\x00b.yaml'"):
+        load_recipe("a\0b.yaml")
 
 
 def test_paths_in_a_mapping_count_from_the_working_directory(tmp_path, monkeypatch):

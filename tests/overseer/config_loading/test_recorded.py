@@ -150,7 +150,7 @@ def test_a_synchronous_run_that_is_resumed_as_an_asynchronous_one_has_a_budget(a
         assert isinstance(config, RunConfig)
         return config.replay.staleness_budget, config.replay.max_rollout_step_delay
 
-    assert budgets(steps=2) == (0, 0) and budgets(**{"async": True}) == (1, 1)
+    assert budgets(steps=2) == (0, 0) and budgets(**{"async": True}) == budgets(asynchronous=True) == (1, 1)
     assert budgets(**{"async": True, "replay.staleness_budget": 0}) == (0, 1)
 
 

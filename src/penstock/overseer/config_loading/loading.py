@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import reprlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -197,8 +197,6 @@ def load_config(
         raise ConfigError(
             f"config is a {type(recipe).__name__}: give a recipe's name, a YAML path, or what load_config returned"
         )
-    if isinstance(overrides, Mapping):  # what Python has reserved has another name there
-        overrides = {"async" if name == "asynchronous" else name: value for name, value in overrides.items()}
     values = apply_overrides(written, overrides)
     keys = (_UPLOADED,) if _reads_uploaded(values) else PATH_KEYS
     values = _anchored(apply_overrides(_anchored(written, folder, keys), overrides), Path.cwd(), keys)
@@ -237,7 +235,7 @@ def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
     if name in recipes:
         return parse_mapping(recipes[name].read_text("utf-8"), f"recipe {name}")
     path = Path(name).expanduser()
-    if path.suffix in (".yaml", ".yml") or "/" in name or path.is_file():
+    if path.suffix in (".yaml", ".yml") or "/" in name or os.path.isfile(path):
         return _read(path)
     known = ", ".join(sorted(recipes)) or "none"
     raise ConfigError(
@@ -248,7 +246,7 @@ def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Tells names and paths from ``key=value`` words; a word that is an existing file is a path."""
-    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    overrides = [word for word in words if "=" in word and not os.path.exists(word)]  # of any length
     return [word for word in words if word not in overrides], overrides
 
 
@@ -274,12 +272,17 @@ def apply_overrides(values: Mapping[str, Any], overrides: Overrides) -> dict[str
 
 def assignments(overrides: Overrides) -> Iterator[tuple[list[str], Any, str]]:
     """What is set: the path, the value, and both as they were written."""
+    for keys, value, override in _written_assignments(overrides):
+        yield ["async"] if keys == ["asynchronous"] else keys, value, override  # Python has reserved the word
+
+
+def _written_assignments(overrides: Overrides) -> Iterator[tuple[list[str], Any, str]]:
     if isinstance(overrides, Mapping):
         for keys, value in _leaves(overrides):
             yield keys, value, f"{'.'.join(keys)}: {_shown(value)}"
         return
     words = [overrides] if isinstance(overrides, str) else overrides
-    if not isinstance(words, Iterable) or not all(isinstance(word, str) for word in words):
+    if not isinstance(words, Collection) or not all(isinstance(word, str) for word in words):
         raise ConfigError(f"overrides is {_shown(overrides)}: give a mapping of keys to values, or key=value words")
     for override in words:
         path, equals, text = override.partition("=")
@@ -313,7 +316,7 @@ def _written(value: Any) -> Any:
         return [_written(each) for each in value]
     if isinstance(value, Path):
         return str(value)
-    return value.item() if hasattr(value, "item") and not getattr(value, "shape", ()) else value  # NumPy's numbers
+    return value.tolist() if hasattr(value, "tolist") else value  # numbers and arrays of NumPy and JAX
 
 
 def build_config(model: type[Config], values: Mapping[str, Any], source: str = "") -> Config:
@@ -390,8 +393,8 @@ def _read(path: Path) -> dict[str, Any]:
         siblings = [file.name for file in path.parent.glob("*.y*ml")]
         hint = _nearest(path.name, siblings)
         raise ConfigError(f"no file {path}{hint}: give an existing YAML file or a packaged recipe") from error
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+    except (OSError, ValueError) as error:  # a path with a null character is no path
+        raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
 
 
 def _nearest(word: str, known: Any) -> str:
