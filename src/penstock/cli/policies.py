@@ -190,7 +190,7 @@ def generate(
     from penstock.types import ConfigError
 
     words = list(overrides or [])
-    if source is not None and "=" in source and "://" not in source and not Path(source).exists():
+    if source is not None and "=" in source and "://" not in source and not os.path.exists(source):
         source, words = None, [source, *words]
     served = source is not None and source.startswith(("http://", "https://"))
     if source is not None and not served:

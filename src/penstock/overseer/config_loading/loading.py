@@ -248,7 +248,7 @@ def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Tells names and paths from ``key=value`` words; a word that is an existing file is a path."""
-    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    overrides = [word for word in words if "=" in word and not os.path.exists(word)]
     return [word for word in words if word not in overrides], overrides
 
 
