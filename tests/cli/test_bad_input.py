@@ -145,7 +145,9 @@ def test_a_path_with_an_equals_sign_is_a_path(penstock_process, tmp_path: Path):
 
 def test_a_change_may_be_longer_than_a_name_of_a_file(penstock):
     described = "x" * 300
-    sections = penstock("train", "cats", f"roles={{rollout: {{env: {{NOTE: {described}}}}}}}", "runtime=ray", "--dry-run")
+    sections = penstock(
+        "train", "cats", f"roles={{rollout: {{env: {{NOTE: {described}}}}}}}", "runtime=ray", "--dry-run"
+    )
     assert sections.returncode == 0, sections.stderr
     assert described in sections.stdout
     expect_refusal(penstock("generate", f"seed={described}", "--recipe", "cats"), "seed is 'xxx")
