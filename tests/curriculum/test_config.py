@@ -67,7 +67,7 @@ def test_stop_strings_stay_apart_and_ids_join_the_tokenizers():
         (
             {"a": lesson(), "b": lesson(start_threshold=0.5)},
             {"eval_frequency": 0},
-            "lessons.b.start_threshold is 0.5, but curriculum.eval_frequency is 0: without evaluations it never unlocks",
+            "lessons.b.start_threshold is 0.5, but curriculum.eval_frequency is 0: without evaluations it never",
         ),
         (
             {f"l{i}": lesson() for i in range(11)},
