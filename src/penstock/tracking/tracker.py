@@ -238,13 +238,14 @@ class TensorBoardTracker:
         directory: Where the event files go; made if missing.
 
     Raises:
-        ConfigError: tensorboardX is not installed.
+        ConfigError: tensorboardX is not installed, or nothing can be written there.
     """
 
     def __init__(self, directory: Path) -> None:
         with _extra("tensorboard", "tensorboardX"):
             from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-        self._writer = SummaryWriter(logdir=str(directory))
+        with _starting("tensorboard", "choose another tracking.tensorboard.directory"):
+            self._writer = SummaryWriter(logdir=str(directory))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Writes one scalar per metric."""
