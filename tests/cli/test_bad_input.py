@@ -143,6 +143,17 @@ def test_a_path_with_an_equals_sign_is_a_path(penstock_process, tmp_path: Path):
     expect_refusal(penstock_process("train", "a=b.yaml"), "a=b.yaml: ")
 
 
+def test_a_change_may_be_longer_than_a_name_of_a_file(penstock):
+    described = "x" * 300
+    sections = penstock(
+        "train", "cats", f"roles={{rollout: {{env: {{NOTE: {described}}}}}}}", "runtime=ray", "--dry-run"
+    )
+    assert sections.returncode == 0, sections.stderr
+    assert described in sections.stdout
+    expect_refusal(penstock("generate", f"seed={described}", "--recipe", "cats"), "seed is 'xxx")
+    expect_refusal(penstock("status", described), f"{described}/config.yaml is no path", "longer than a file's may be")
+
+
 @pytest.mark.attack
 @pytest.mark.parametrize("recipe", ["cats", "cartpole"])
 @pytest.mark.parametrize(

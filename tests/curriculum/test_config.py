@@ -65,6 +65,11 @@ def test_stop_strings_stay_apart_and_ids_join_the_tokenizers():
         ),
         ({"a": lesson(start_threshold=0.5)}, {}, "every lesson has dependencies or a start_threshold"),
         (
+            {"a": lesson(), "b": lesson(start_threshold=0.5)},
+            {"eval_frequency": 0},
+            "lessons.b.start_threshold is 0.5, but curriculum.eval_frequency is 0: without evaluations it never",
+        ),
+        (
             {f"l{i}": lesson() for i in range(11)},
             {},
             "is 0.1 for each of 11 lessons, together more than 1: lower it to 0.0909 or less",

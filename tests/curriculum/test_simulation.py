@@ -60,21 +60,21 @@ def test_probabilities_are_between_zero_and_one(text, message):
 
 
 def test_lessons_that_are_always_solved_unlock_and_graduate_as_the_curriculum_says():
-    """Easy is level after 10 groups; hard unlocks with that, and graduates at its next evaluation."""
+    """Easy is level after 10 groups and hard unlocks with that; both graduate once evaluated and level."""
     sure = LearningCurve(1.0, 1.0)
     found = simulate_curriculum(lessons(), {"easy": sure, "hard": sure}, 40, 2, every=5)
     kinds = [(step, event.lesson_id, event.kind) for step, event in found.events]
     assert kinds == [
-        (4, "easy", "graduated"),  # the tenth group, by the evaluation of step 0
-        (4, "hard", "unlocked"),
-        (10, "hard", "graduated"),  # its groups have been level since, and step 10 evaluates
-        (10, "hard", "completed"),
+        (4, "hard", "unlocked"),  # by the tenth group of easy
+        (10, "easy", "graduated"),  # the first evaluation: what is reported before training decides nothing
+        (12, "hard", "graduated"),  # its own tenth group, by the evaluation of step 10
+        (12, "hard", "completed"),
     ]
-    assert found.complete_at == 10 and list(found.steps) == [0, 5, 10, 15, 20, 25, 30, 35, 40]
-    start, between = found.steps[0], found.steps[5]
+    assert found.complete_at == 12 and list(found.steps) == [0, 5, 10, 15, 20, 25, 30, 35, 40]
+    start, between = found.steps[0], found.steps[10]
     assert (start["easy"].probability, start["hard"].status, start["easy"].success) == (1.0, "locked", None)
     assert between["easy"].status == "graduated" and between["easy"].probability == pytest.approx(0.02)
-    assert between["hard"].probability == pytest.approx(0.98) and between["easy"].rollouts == 40
+    assert between["hard"].probability == pytest.approx(0.98) and between["easy"].rollouts == 60
     assert sum(lesson.rollouts for lesson in found.steps[40].values()) == 40 * 2 * 4
 
 
@@ -92,7 +92,13 @@ def test_the_same_seed_gives_the_same_and_another_does_not():
 def test_a_complete_curriculum_stops_where_the_run_would():
     sure = {name: LearningCurve(1.0, 1.0) for name in ("easy", "hard")}
     found = simulate_curriculum(lessons(when_complete="stop"), sure, 40, 2, every=100)
-    assert list(found.steps) == [0, found.complete_at] == [0, 10]
+    assert list(found.steps) == [0, 13] and found.complete_at == 12
+
+
+def test_without_evaluations_nothing_graduates():
+    sure = LearningCurve(1.0, 1.0)
+    found = simulate_curriculum(lessons(eval_frequency=0), {"easy": sure, "hard": sure}, 40, 2, every=40)
+    assert [event.kind for _, event in found.events] == ["unlocked"]
 
 
 def test_unknown_lessons_and_empty_updates_are_refused():
@@ -105,7 +111,7 @@ def test_unknown_lessons_and_empty_updates_are_refused():
 def test_the_table_has_a_line_per_step_and_the_events():
     out = io.StringIO()
     sure = LearningCurve(1.0, 1.0)
-    simulate_curriculum(lessons(), {"easy": sure, "hard": sure}, 10, 2, every=5).print(Console(file=out, width=80))
+    simulate_curriculum(lessons(), {"easy": sure, "hard": sure}, 15, 2, every=5).print(Console(file=out, width=80))
     lines = out.getvalue().splitlines()
-    assert [line.split("│")[2].split() for line in lines if line.startswith("│ 5")] == [["2%", "1.00", "graduated"]]
-    assert "step 4: hard unlocked, easy at 1" in lines and lines[-1] == "every lesson has graduated: at step 10"
+    assert [line.split("│")[2].split() for line in lines if line.startswith("│ 10")] == [["2%", "1.00", "graduated"]]
+    assert "step 4: hard unlocked, easy at 1" in lines and lines[-1] == "every lesson has graduated: at step 12"

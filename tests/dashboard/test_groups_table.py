@@ -1,3 +1,8 @@
+import json
+import os
+import subprocess
+import time
+
 import pytest
 from rich.cells import cell_len
 
@@ -43,12 +48,15 @@ def test_an_id_too_long_for_the_screen_is_folded_not_cut(printed):
 
 def test_rows(views, printed):
     lines = printed(lambda console: print_groups(views, GroupFilter(), None, console), width=80).splitlines()
-    assert lines[0].endswith("running, step 2 of 10")
+    assert lines[0].endswith("dead, step 2 of 10")  # it says that it goes on, and when is long ago
     assert lines[2].split() == ["–", "cats-0-2", "2", "0.50", "0.50", "0.50", "▆▆", "40", "2", "–", "waiting"]
     assert lines[5].split()[:8] == ["1", "tools-0-0", "2", "0.25", "-0.50", "1.00", "▁█", "6"]
     assert lines[7].split() == ["0", "cats-0-0", "4", "0.62", "0.00", "1.00", "▃▆██", "2", "0", "0", "trained"]
     text = " ".join(" ".join(lines).split())
-    assert "14 rollouts stored: 8 trained, 2 " in text and "not stored: 3 in_flight, 2 aborted a step is the v" in text
+    assert (
+        "14 rollouts stored: 8 trained, 2 " in text
+        and "not stored: 3 in_flight, 2 aborted (in_flight when the run ended: a resume" in text
+    )
     assert lines[-2] == "a step is the version that it trained: the log calls the update by the next"
     assert lines[-1].endswith("--show cats-0-2")
 
@@ -83,6 +91,15 @@ def test_an_empty_run_has_one_helpful_line(tmp_path, printed):
         lines = printed(lambda console: print_groups(views, GroupFilter(), None, console), width=300).splitlines()
     ended = "(in_flight when the run ended: a resume counts them as aborted)"
     assert lines[1:] == [f"No rollouts are stored yet: 4 in_flight {ended}."]
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for pid, state, words in ((os.getpid(), "running", ""), (gone.pid, "dead", f" {ended}")):
+        said = {"state": "running", "step": 0, "steps": 10, "time": time.time(), "pid": pid}
+        directory.status_path.write_text(json.dumps(said))
+        with RunViews(directory.path) as views:
+            lines = printed(lambda console: print_groups(views, GroupFilter(), None, console), width=300).splitlines()
+        assert lines[0].endswith(f"{state}, step 0 of 10")
+        assert lines[1:] == [f"No rollouts are stored yet: 4 in_flight{words}."]
 
 
 def test_a_filter_without_groups_says_so(views, printed):

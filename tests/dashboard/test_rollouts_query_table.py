@@ -25,6 +25,11 @@ def test_a_limit_says_that_there_is_more(views, printed):
     assert len(shown(views, printed, "SELECT rollout_id FROM rollouts", 14)) == 15
 
 
+def test_an_answer_without_rows_says_so(views, printed):
+    assert shown(views, printed, "SELECT * FROM rollouts WHERE false", width=80) == ["0 rows"]
+    assert shown(views, printed, "SELECT rollout_id FROM rollouts WHERE false", width=80) == ["0 rows"]
+
+
 def test_rows_with_many_columns_are_printed_down_the_page(views, printed):
     lines = shown(views, printed, "SELECT * FROM rollouts ORDER BY rollout_id", 1, width=80)
     assert lines[0].strip() == "row 1" and lines[2].split() == ["rollout_id", "cats-0-0/0"]

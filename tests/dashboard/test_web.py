@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from starlette.testclient import TestClient
 from penstock.dashboard import DashboardSettings, serve_dashboard
 from penstock.dashboard.index import RunIndex
 from penstock.dashboard.observation import REST, ObservedRun, ObservedRuns
-from penstock.dashboard.pages import MARKS, RUN_PAGES
+from penstock.dashboard.pages import MARKS, RUN_PAGES, runs_page
 from penstock.dashboard.web import CONTENT_SECURITY_POLICY, KeptPages, Queries, create_dashboard, static_files
 from penstock.rundir import (
     EventLog,
@@ -93,6 +94,23 @@ def test_a_run_says_what_it_is_at_and_marks_events(client):
     assert page["metrics"] == ["inference/tokens_total", "train/loss", "train/reward_mean"]
     assert [mark[:2] for mark in page["marks"]] == [["start", 0], [MARKS["component_death"], 1]]
     assert page["events"][-1]["reason"] == "<script>alert(1)</script>\\x1b[2J"
+
+
+def test_what_ended_a_run_is_the_goal_that_its_last_life_reached(tmp_path):
+    directory = write_run(tmp_path / "early")
+    directory.status_path.write_text(json.dumps({"state": "finished", "step": 2, "steps": 10, "time": time.time()}))
+    runs = ObservedRuns(tmp_path)
+
+    def told(*kinds):
+        events = EventLog(directory.events_path)
+        for kind in kinds:
+            events.append(kind, step=2, reason="every lesson has graduated" if kind == "goal_reached" else "")
+        events.close()
+        runs.find("early").catch_up()
+        return runs_page(runs)["runs"][0]["ended_by"]
+
+    assert told("start", "goal_reached", "end") == "every lesson has graduated"
+    assert told("start", "end") == "end"  # a resume that went on to its last step
 
 
 def test_curves_by_name_and_range(client):
@@ -320,6 +338,9 @@ def test_a_query_is_answered_and_what_writes_is_refused(client, tmp_path):
         assert refused.status_code == 400 and word in refused.json()["error"], refused.text
     assert not out.exists()
     assert client.post("/api/runs/mine/sql", content=b"sql=select 1").status_code == 415
+    for body in (b"{sql", b"\xff", b"[" * 100_000):
+        broken = client.post("/api/runs/mine/sql", content=body, headers={"content-type": "application/json"})
+        assert broken.status_code == 400 and broken.json()["error"].startswith("the body must be JSON: ")
 
 
 @pytest.mark.attack

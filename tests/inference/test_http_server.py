@@ -3,7 +3,9 @@
 import re
 import socket
 import ssl
+import sys
 import threading
+import types
 from contextlib import suppress
 from urllib.parse import urlsplit
 
@@ -42,6 +44,29 @@ def test_a_body_does_not_wait_until_the_client_has_acknowledged_the_head():
         with httpx.Client() as client:
             seconds = [client.get(server.url).elapsed.total_seconds() for _ in range(40)]
         assert min(seconds[20:]) < 0.03
+    finally:
+        server.stop()
+
+
+def test_an_event_loop_that_is_installed_besides_is_left_alone(monkeypatch):
+    """Other packages bring uvloop, Trackio and vLLM for two, whose connections no bound could be set on."""
+
+    def taken():
+        raise AssertionError("uvloop was taken")
+
+    other = types.ModuleType("uvloop")
+    other.new_event_loop = taken  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "uvloop", other)
+    monkeypatch.delitem(sys.modules, "uvicorn.loops.uvloop", raising=False)
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    server = HttpServer(app)
+    server.start()
+    try:
+        assert httpx.get(server.url).text == "ok"
     finally:
         server.stop()
 

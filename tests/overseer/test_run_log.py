@@ -43,6 +43,17 @@ def test_a_full_disk_is_told_while_the_run_waits_for_room(tmp_path):
     assert list(log.progress.notes) == ["no room on the disk for 6 s: [Errno 28] No space left on device: 'step-50'"]
 
 
+def test_what_ends_the_training_early_is_kept_and_leaves_nothing_to_forecast(tmp_path):
+    log = _log(tmp_path)
+    log.progress.steps = 60
+    for step in range(1, 9):
+        log.progress.note_update(step, 1.0, 0.0, {}, at=float(step))
+    assert "ETA" in log.progress.status()["words"]
+    log.event("goal_reached", 8, reason="every lesson has graduated")
+    assert log.progress.goal == "every lesson has graduated"
+    assert "ETA" not in log.progress.status()["words"] and log.progress.status()["left_s"] is None
+
+
 def test_compilation_is_shown_until_the_last_program(tmp_path):
     log = _log(tmp_path / "run")
 

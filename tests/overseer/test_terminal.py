@@ -229,6 +229,14 @@ def test_the_summary_tells_of_stretches_without_signal():
     assert lines[:2] == [told, "finished at step 5/5 after 2 s (1 s of training)"]
 
 
+def test_the_summary_tells_why_training_ended_before_its_last_step():
+    console = Console(file=io.StringIO(), width=60)
+    told = "every lesson has graduated (curriculum.when_complete: stop)"
+    print_summary(RunSummary(Path("runs/x"), 8, 60, True, 2.0, 1.0, goal=told), console)
+    first = console.file.getvalue().splitlines()[0]
+    assert first == f"finished at step 8/60 after 2 s (1 s of training): {told}"
+
+
 def test_the_summary_tells_of_versions_without_evidence_of_parity():
     console, of_last = Console(file=io.StringIO(), width=100), {"train/parity_unchecked": 2.0}
     print_summary(RunSummary(Path("runs/x"), 5, 5, True, 2.0, 1.0, metrics=of_last), console)

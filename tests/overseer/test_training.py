@@ -365,6 +365,7 @@ def test_a_run_ends_complete_once_so_many_rollouts_were_begun(run_dir: Path):
     assert told["step"] == summary.step and told["reason"].endswith(
         "rollouts were begun, and rollout.max_rollouts is 40"
     )
+    assert summary.goal == told["reason"]
     again = train(tiny({"steps": 500, "rollout": {"max_rollouts": 40}}), run_dir, resume=True, quiet=True)
     assert again.complete and again.step <= summary.step + 1
     assert read_status(run_dir / "status.json")["ledger"]["started"] <= ledger["started"] + 2 * 3 * 3

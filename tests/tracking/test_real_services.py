@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -103,6 +104,16 @@ def test_a_store_of_mlflow_that_cannot_be_opened_is_bad_input(tmp_path):
 
     with pytest.raises(ConfigError, match="tracking.mlflow could not start: .*; correct tracking.mlflow.uri"):
         tracked(tmp_path / "cats-1", "mlflow", {"uri": "nosuch://x"})
+
+
+def test_a_server_of_mlflow_that_is_down_is_told_before_long(tmp_path):
+    needs("mlflow")
+    from penstock.types import ConfigError
+
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="tracking.mlflow could not start: .*; correct tracking.mlflow.uri"):
+        tracked(tmp_path / "cats-1", "mlflow", {"uri": "http://127.0.0.1:9"})  # the discard port: nobody listens
+    assert time.monotonic() - began < 60
 
 
 def in_a_process(program, run_dir):

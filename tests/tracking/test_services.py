@@ -107,6 +107,15 @@ def test_a_wandb_that_refuses_to_start_is_bad_input(wandb, tmp_path, monkeypatch
         WandbTracker(WandbConfig(), tmp_path, {})
 
 
+def test_a_place_where_tensorboard_cannot_write_is_bad_input(tensorboard, tmp_path, monkeypatch):
+    def refuse(logdir):
+        raise NotADirectoryError(20, "Not a directory", logdir)
+
+    monkeypatch.setattr(sys.modules["tensorboardX"], "SummaryWriter", refuse)
+    with pytest.raises(ConfigError, match=r"tensorboard could not start: .*Not a directory: '/x'; choose another"):
+        TensorBoardConfig(directory="/x").open(tmp_path, {})
+
+
 @pytest.mark.parametrize(
     ("service", "module", "section"),
     [

@@ -41,6 +41,29 @@ def test_a_failing_tracker_is_reported_once_counted_always_and_disturbs_no_other
     ]  # fmt: skip
 
 
+def test_a_service_that_is_down_holds_a_run_up_for_a_tenth_of_its_time(monkeypatch):
+    now, tried = [100.0], []
+
+    class Slow(Recording):
+        def log(self, metrics, step):
+            tried.append(step)
+            now[0] += 5.0
+            raise TimeoutError("no answer")
+
+        def close(self):
+            tried.append("close")
+
+    monkeypatch.setattr("penstock.tracking.tracker.time.monotonic", lambda: now[0])
+    other = Recording()
+    tracker = MultiTracker([Slow(), other], lambda name, error: None)
+    for step in range(60):
+        tracker.log({}, step)
+        now[0] += 1.0
+    tracker.close()
+    assert tried == [0, 50, "close"] and tracker.failures == {"Slow": 60}
+    assert len(other.calls) == 61
+
+
 def test_each_tracker_sees_one_call_at_a_time():
     class Exclusive(Recording):
         inside = threading.Lock()

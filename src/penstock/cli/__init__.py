@@ -6,6 +6,7 @@ that ``penstock --help`` takes a fraction of a second. Nothing is computed here:
 `penstock.overseer`, `penstock.inference` or `penstock.dashboard`, and print what comes back.
 """
 
+import errno
 import os
 import sys
 import threading
@@ -134,6 +135,8 @@ def _explained(error: Exception) -> tuple[str, int]:
         return message, 1
     if isinstance(error, PenstockError):
         return f"the run failed: {message}", 1
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{_one_line(str(error.filename))} is no path: its name is longer than a file's may be", 2
     return f"unexpected {type(error).__name__}: {message} (PENSTOCK_TRACEBACK=1 shows where)", 1
 
 

@@ -211,6 +211,8 @@ class CurriculumConfig(_Frozen):
             _check_circles(self.lessons, (key,), cleared)
         _check_startable(self.lessons)
         _check_floors(self)
+        if not self.eval_frequency:
+            _check_undecided(self)
         if not self.micro_eval_frequency:
             refuse_idle(self, ("micro_eval_n_examples",), "micro_eval_frequency is 0: there are no such evaluations")
         if self.micro_eval_lessons == "sampled" and not self.micro_eval_frequency:
@@ -262,6 +264,17 @@ def _check_startable(lessons: Mapping[str, LessonConfig]) -> None:
             "curriculum.lessons: every lesson has dependencies or a start_threshold, so none could ever begin; "
             "leave both out of at least one"
         )
+
+
+def _check_undecided(config: CurriculumConfig) -> None:
+    """What only full evaluations decide never happens without any."""
+    for key, lesson in config.lessons.items():
+        if lesson.start_threshold > 0:
+            raise ConfigError(
+                f"curriculum.lessons.{key}.start_threshold is {lesson.start_threshold:g}, but "
+                "curriculum.eval_frequency is 0: without evaluations it never unlocks; set a frequency, or leave it out"
+            )
+    refuse_idle(config, ("when_complete",), "eval_frequency is 0: without evaluations no lesson graduates")
 
 
 def _check_floors(config: CurriculumConfig) -> None:

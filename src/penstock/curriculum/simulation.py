@@ -193,7 +193,6 @@ def simulate_curriculum(
             for lesson_id, known in records.items()
         }
 
-    evaluate(0)  # the untrained policy
     record(step := 0)
     evaluated = 0
     while step < steps and not (config.when_complete == "stop" and curriculum.complete):

@@ -8,6 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.dashboard.status import read_run_status
 from penstock.rundir.commands import command_line
 from penstock.rundir.views import RunViews, known_status
 from penstock.text.safe_text import printable
-from penstock.types import ConfigError
+from penstock.types import ConfigError, PenstockError
 
 _MATCHING = """
 WITH marked AS (
@@ -378,10 +380,19 @@ def run_title(views: RunViews) -> Text:
     text = Text(printable(str(views.directory.path)), style="bold")
     status = known_status(views.directory)
     if status is not None:
-        words = f"  {status.get('state', 'unknown state')}, step {status.get('step', '?')}"
+        words = f"  {_state(views) or 'unknown state'}, step {status.get('step', '?')}"
         words += "" if status.get("steps") is None else f" of {status['steps']}"
         text.append(printable(words), style="not bold dim")
     return text
+
+
+def _state(views: RunViews) -> str:
+    """As `penstock status` has it, dead runs too; empty before the first status, and where it is broken."""
+    state = str((known_status(views.directory) or {}).get("state", ""))
+    if state == "running":
+        with suppress(PenstockError, OSError):  # without a config that can be read it is believed
+            return read_run_status(views.directory.path).state
+    return state
 
 
 def totals(counts: RunCounts, kind: str = "rollouts") -> str:
@@ -392,8 +403,7 @@ def totals(counts: RunCounts, kind: str = "rollouts") -> str:
 
 def _left_over(views: RunViews, counts: RunCounts) -> str:
     """What becomes of rollouts that a run left in flight, where it has ended."""
-    state = (known_status(views.directory) or {}).get("state", "running")
-    if state == "running" or "in_flight" not in counts.unstored:
+    if _state(views) in ("", "running") or "in_flight" not in counts.unstored:
         return ""
     return " (in_flight when the run ended: a resume counts them as aborted)"
 

@@ -315,9 +315,6 @@ def _line(run: ObservedRun) -> dict[str, Any]:
     }
     score, (_, rewards, _) = finite(training.get("score")), run.curves.series(_score_name(run))
     started = [event["time"] for event in events if event.get("event") == "start" and "time" in event]
-    ended = next(
-        (e for e in reversed(events) if e.get("event") in ("end", "failure", "interrupted", "goal_reached")), None
-    )
     tokens = run.curves.last("inference/tokens_total") or run.curves.last("fleet/steps_total")
     return {
         "name": run.name,
@@ -337,7 +334,7 @@ def _line(run: ObservedRun) -> dict[str, Any]:
         "busy_s": _busy_s(events),
         "generated": tokens,
         "unit": "steps" if run.is_of_simulators else "tokens",
-        "ended_by": _ended_by(status.why, ended),
+        "ended_by": _ended_by(status.why, events),
         "problem": run.problem,
         "progress": run.progress,
         "version": run.version,
@@ -385,13 +382,16 @@ def _busy_s(events: list[dict[str, Any]]) -> float:
     return total + ((last - begun) if begun is not None and last is not None else 0.0)
 
 
-def _ended_by(why: str, event: dict[str, Any] | None) -> str:
-    if why:
-        return why
-    if event is None:
-        return ""
-    kind = str(event["event"])
-    return str(event.get("message") or event.get("reason") or "") if kind in ("failure", "goal_reached") else kind
+def _ended_by(why: str, events: list[dict[str, Any]]) -> str:
+    """What ended the last life: why it died, its error, the goal that it reached early, or how else."""
+    told: dict[str, dict[str, Any]] = {}
+    for event in events:
+        if (kind := str(event.get("event"))) == "start":
+            told = {}
+        told[kind] = event
+    kind = next((kind for kind in ("failure", "goal_reached", "interrupted", "end") if kind in told), "")
+    said = told[kind].get("message") or told[kind].get("reason") if kind in ("failure", "goal_reached") else kind
+    return why or str(said or "")
 
 
 def _held_out(run: ObservedRun) -> list[dict[str, Any]]:

@@ -163,6 +163,9 @@ def print_query(views: RunViews, sql: str, limit: int | None, console: Console) 
     """
     result = views.select(sql, limit=limit if limit is not None else max(console.height - LINES_AROUND_ANSWER, 5))
     rows = [[_cell(value) for value in row] for row in result.rows()]
+    if not rows:
+        console.print("0 rows", style="dim")
+        return
     console.print(_rows_across(result, rows) if _fits(result, rows, console.width) else _rows_down(result, rows))
     if result.more:
         console.print(f"{result.table.num_rows} rows; there are more: --limit N, or --json for all", style="dim")

@@ -304,7 +304,11 @@ class _Handlers:
         )
 
     async def sql(self, request: Request) -> Response:
-        run, body = await self._run(request), await request.json()
+        run = await self._run(request)
+        try:
+            body = await request.json()
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"the body must be JSON: {error}") from error
         sql = body.get("sql") if isinstance(body, Mapping) else None
         if not isinstance(sql, str) or not sql.strip():
             raise ConfigError("sql must be a query, such as select state, count(*) from rollouts group by 1")

@@ -59,6 +59,7 @@ class HttpServer:
         self._server = _AnnouncingServer(
             uvicorn.Config(
                 app,
+                loop="asyncio",  # where uvloop is installed uvicorn takes that, whose transports have no bounded reads
                 http=BoundedConnection,
                 h11_max_incomplete_event_size=MOST_HEADER_BYTES,
                 log_config=None,

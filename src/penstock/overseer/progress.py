@@ -182,6 +182,7 @@ class Progress:
         compiling: By component, the newest of its programs, until the last is compiled.
         no_signal: That the last updates had nothing to learn from, in words; empty where they had.
         stretches: The same of the last such stretches of the run, each as of its end.
+        goal: What ended the training before its last step, in words; empty where nothing did.
         started: Monotonic seconds at the start.
         wording: What things are called.
         times: Of the last updates.
@@ -207,6 +208,7 @@ class Progress:
     compiling: dict[str, CompiledProgram] = field(default_factory=dict)
     no_signal: str = ""
     stretches: deque[str] = field(default_factory=lambda: deque(maxlen=3))
+    goal: str = ""
     started: float = field(default_factory=time.monotonic)
     wording: ViewLabels = LANGUAGE_LABELS
     times: UpdateTimes = field(default_factory=UpdateTimes)
@@ -326,8 +328,11 @@ class Progress:
     @property
     def left(self) -> str:
         """How long the updates that are left will likely take, rounded; empty where that cannot be told yet."""
-        left_s = self.times.left_s(self.steps - self.step)
-        return "" if left_s is None else range_text(*left_s)
+        return "" if self._left_s is None else range_text(*self._left_s)
+
+    @property
+    def _left_s(self) -> tuple[float, float] | None:
+        return None if self.goal else self.times.left_s(self.steps - self.step)
 
     @property
     def pace(self) -> str:
@@ -362,7 +367,7 @@ class Progress:
 
     def status(self) -> dict[str, Any]:
         """For status.json: the numbers as the view has them now."""
-        left_s = self.times.left_s(self.steps - self.step)
+        left_s = self._left_s
         return {
             "score": self.score.last,
             "metrics": {metric.name: series.last for metric, series in self.told()},

@@ -82,6 +82,8 @@ class RunLog:
             self.progress.note(_in_words(kind, fields))
         if kind == "compiled":
             self.progress.note_compiled(CompiledProgram(*(fields[name] for name in _COMPILED)), fields["component"])
+        elif kind == "goal_reached":
+            self.progress.goal = str(fields["reason"])
         elif kind == "component_death":
             self.progress.compiling.pop(fields["component"].partition("#")[0], None)
 

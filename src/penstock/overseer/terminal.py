@@ -394,6 +394,7 @@ class RunSummary:
         last_failure: What the last of them said.
         kind: Of policy: a control policy's results are mean returns by task, and their "prompts" are episodes.
         no_signal: Of the last stretches of updates from which nothing was learned, how long and what would help.
+        goal: What ended the training before its last step, in words; empty where nothing did.
         metrics: The last update's line of metrics.jsonl; empty where this life of the run made none.
         warm_start: Whether the run began with one.
     """
@@ -412,6 +413,7 @@ class RunSummary:
     last_failure: str = ""
     kind: Literal["language", "control"] = "language"
     no_signal: tuple[str, ...] = ()
+    goal: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     warm_start: bool = False
 
@@ -454,7 +456,8 @@ def print_summary(summary: RunSummary, console: Console) -> None:
     state = "finished" if summary.complete else "stopped"
     console.print(
         f"{state} at step {summary.step}/{summary.steps} after {summary.elapsed_s:.0f} s "
-        f"({summary.training_s:.0f} s of training)"
+        f"({summary.training_s:.0f} s of training){f': {summary.goal}' if summary.goal else ''}",
+        soft_wrap=True,
     )
     console.print(f"run directory  {summary.run_dir}", soft_wrap=True, highlight=False)
     for command in _next_commands(summary):

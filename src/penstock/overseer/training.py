@@ -128,6 +128,7 @@ class RunRequest:
             last_failure=run.last_failure,
             kind="language" if isinstance(config, RunConfig) else "control",
             no_signal=tuple(run.log.progress.stretches),
+            goal=run.log.progress.goal,
             metrics=run.newest_metrics,
             warm_start=isinstance(config, RunConfig) and config.learner.warm_start is not None,
             **run.results,

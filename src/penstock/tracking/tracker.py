@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from penstock.rundir import JsonLinesLog
-from penstock.types import AnyRollout, ConfigError, Mode
+from penstock.types import AnyRollout, ConfigError, Mode, UnreachableError
 
 if TYPE_CHECKING:
     from penstock.tracking.config import TrackingConfig
@@ -84,8 +84,16 @@ OnFailure = Callable[[str, Exception], None]
 """Called with a tracker's class name and its error."""
 
 
+_REST = 10.0
+"""So many times as long as a failed call took, its tracker is left alone."""
+
+
 class MultiTracker:
     """Hands everything to each of several trackers; an error of one is counted and reported once.
+
+    A call that failed after a while waited for a service that is down, and so would the next: for ten times as long
+    that tracker is left alone, so that a run is held up for a tenth of its time at most. What it misses counts as
+    failed.
 
     Args:
         trackers: Any number.
@@ -94,13 +102,14 @@ class MultiTracker:
 
     def __init__(self, trackers: Sequence[Tracker], on_failure: OnFailure) -> None:
         self._trackers = [(tracker, threading.Lock()) for tracker in trackers]
+        self._rests_until = [0.0] * len(trackers)
         self._on_failure = on_failure
         self._failures: dict[str, int] = {}
         self._counting = threading.Lock()
 
     @property
     def failures(self) -> dict[str, int]:
-        """Tracker class name → how many calls failed so far."""
+        """Tracker class name → how many calls failed so far, or were left out."""
         with self._counting:
             return dict(self._failures)
 
@@ -114,15 +123,27 @@ class MultiTracker:
 
     def close(self) -> None:
         """Closes every tracker."""
+        self._rests_until = [0.0] * len(self._trackers)
         self._each(lambda tracker: tracker.close())
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
-        for tracker, lock in self._trackers:
+        for position, (tracker, lock) in enumerate(self._trackers):
             try:
                 with lock:
-                    call(tracker)
+                    self._call(position, call)
             except Exception as error:  # whatever a service's client raises: the run does not depend on it
                 self._count(type(tracker).__name__, error)
+
+    def _call(self, position: int, call: Callable[[Tracker], None]) -> None:
+        begun = time.monotonic()
+        if begun < self._rests_until[position]:
+            raise UnreachableError("it is left alone after a failure that took long")
+        try:
+            call(self._trackers[position][0])
+        except Exception:
+            over = time.monotonic()
+            self._rests_until[position] = over + _REST * (over - begun)
+            raise
 
     def _count(self, name: str, error: Exception) -> None:
         with self._counting:
@@ -238,13 +259,14 @@ class TensorBoardTracker:
         directory: Where the event files go; made if missing.
 
     Raises:
-        ConfigError: tensorboardX is not installed.
+        ConfigError: tensorboardX is not installed, or nothing can be written there.
     """
 
     def __init__(self, directory: Path) -> None:
         with _extra("tensorboard", "tensorboardX"):
             from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-        self._writer = SummaryWriter(logdir=str(directory))
+        with _starting("tensorboard", "choose another tracking.tensorboard.directory"):
+            self._writer = SummaryWriter(logdir=str(directory))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Writes one scalar per metric."""
@@ -450,6 +472,11 @@ class MlflowConfig(ServiceConfig):
         return MlflowTracker(self, run_dir, run_config)
 
 
+_MLFLOW_DEFAULTS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # it would tell its makers of this use
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # a call to a server that is down would take four minutes
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+}
 _MLFLOW_BATCH, _MLFLOW_NAME, _MLFLOW_VALUE = 100, 250, 6000
 """Parameters of one call, and characters of names and values: MLflow refuses more."""
 
@@ -468,7 +495,8 @@ class MlflowTracker:
     """
 
     def __init__(self, config: MlflowConfig, run_dir: Path, run_config: Mapping[str, Any]) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would tell its makers of this use
+        for name, value in _MLFLOW_DEFAULTS.items():
+            os.environ.setdefault(name, value)
         with _extra("mlflow", "mlflow"):
             from mlflow import MlflowClient, entities  # pyright: ignore[reportMissingImports]
         for talkative in ("alembic", "mlflow"):  # of each table that a new store gets

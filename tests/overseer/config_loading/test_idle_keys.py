@@ -17,6 +17,7 @@ from penstock.overseer.control_config import FleetRunConfig
 from penstock.types import ConfigError
 
 IDLE = [
+    ("cats", [], "curriculum.when_complete", "stop", "continue"),
     ("cats", [], "replay.batch_maker.alpha", 9.0, 3.0),
     ("cats", [], "replay.batch_maker.balance", "even", "size"),
     ("cats", [], "replay.batch_maker.unit", "rollout", "group"),
