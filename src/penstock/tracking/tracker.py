@@ -92,8 +92,7 @@ class MultiTracker:
     """Hands everything to each of several trackers; an error of one is counted and reported once.
 
     A call that failed after a while waited for a service that is down, and so would the next: for ten times as long
-    that tracker is left alone, so that a run is held up for a tenth of its time at most. What it misses counts as
-    failed.
+    that tracker is left alone, so that a run is held up for a tenth of its time. What it misses counts as failed.
 
     Args:
         trackers: Any number.
