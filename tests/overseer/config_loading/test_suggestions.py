@@ -97,6 +97,7 @@ def test_a_name_of_another_library_in_a_language_run(override, message):
         ("ent_coef=0", "ent_coef: did you mean learner.entropy_coefficient?"),
         ("clip_range=0.1", "clip_range: did you mean learner.clip?"),
         ("n_epochs=3", "n_epochs: did you mean learner.epochs (how often experience is trained on)?"),
+        ("normalize_input=true", "normalize_input: did you mean model.normalize_observations?"),
         ("num_generations=8", "num_generations: there is no such key in this kind of run; remove it"),
     ],
 )

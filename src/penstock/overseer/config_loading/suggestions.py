@@ -170,6 +170,8 @@ _NAMES = (
     _Name("val_files eval_dataset", (f"{_ENVIRONMENT}.eval_path",), hint=_JSONL),
     _Name("prompt_key", (f"{_ENVIRONMENT}.prompt_column",), hint=_JSONL),
     _Name("num_envs n_envs env_num", ("fleet.envs_per_worker",), absent="there are no simulators in a language run"),
+    _Name("normalize_input norm_obs normalize_obs obs_normalization", ("model.normalize_observations",),
+          absent="there are no simulators in a language run"),
     _Name(
         "n_steps num_steps rollout_length", ("fleet.fragment_length", "steps"),
         hint="of a fragment; in a language run: updates",
