@@ -64,7 +64,7 @@ def test_a_fleet_is_trained_looked_at_evaluated_and_resumed(penstock, penstock_p
 @pytest.mark.slow
 def test_autotune_and_the_recipes(penstock):
     shipped = penstock("recipes").stdout
-    for recipe in ("cartpole", "memory", "pong", "crafter", "vizdoom_basic", "minecraft"):
+    for recipe in ("cartpole", "pendulum", "memory", "pong", "crafter", "vizdoom_basic", "minecraft"):
         assert f"\n{recipe} " in f"\n{shipped}"
     done = penstock("fleet", "autotune", "cartpole", *SMALL[1:], "--seconds", "1", "--json")
     assert done.returncode == 0, done.stderr
