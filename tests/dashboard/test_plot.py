@@ -147,7 +147,7 @@ def test_control_runs_have_their_own_names_for_it(tmp_path):
         ([], "nothing is to be written: give --out FILE.png, or --data FILE.csv"),
         (["--out", "x.gif"], r"--out x.gif: a picture's name ends in \.png, \.svg, \.pdf"),
         (["--data", "x.csv", "--by", "hour"], "--by is 'hour': it must be one of update, tokens, seconds"),
-        (["--data", "cats/config.yaml/a/x.csv"], "--data cats/config.yaml/a/x.csv cannot be written: Not a directory: "),
+        (["--data", "cats/config.yaml/a/x.csv"], "--data cats/config.yaml/a/x.csv cannot be written: Not a directory"),
         (["--data", "x.csv", "--metric", "train/x"], "--metric train/x is in none of the runs; they have .*train/loss"),
     ],
 )  # fmt: skip
