@@ -22,6 +22,8 @@ def test_a_folder_opens_without_a_server(tmp_path):
     assert found["list"]["runs"][0]["name"] == "mine" and data.isascii()
     with pytest.raises(ConfigError, match="exists already"):
         write_bundle(tmp_path / "runs", out)
+    with pytest.raises(ConfigError, match=r"--bundle .*/a cannot be written: Not a directory: choose another place"):
+        write_bundle(tmp_path / "runs", out / "data.js" / "a")
 
 
 def test_groups_beyond_the_limit_are_left_out_and_counted(tmp_path, monkeypatch):

@@ -115,6 +115,20 @@ def test_a_line_ends_with_its_shortest_run(tmp_path):
     assert said[0] == "train/reward_mean: a ends at 2, with its shortest run; the longest goes to 5"
 
 
+def test_held_out_reward_is_of_the_lessons_that_the_run_has_now(tmp_path):
+    """A resume removed b and added c: no step has numbers of all three."""
+    run = write_run(tmp_path / "a", [0.0, 0.2, 0.4, 0.6], lives=((0, 2), (2, None)))
+    metrics = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    metrics[-1] = metrics[-1].replace("eval/b/", "eval/c/")
+    (tmp_path / "a" / "metrics.jsonl").write_text("\n".join(metrics) + "\n")
+    config = yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())
+    for lessons, expected in ((["a", "c"], [(4.0, 0.3)]), (["a"], [(2.0, 0.2), (4.0, 0.6)])):
+        config["curriculum"] = {"lessons": dict.fromkeys(lessons, {})}
+        (tmp_path / "a" / "config.yaml").write_text(yaml.safe_dump(config))
+        panels, _ = drawn(tmp_path, [run])
+        assert [(x, round(mean, 6)) for x, mean, *_ in panels["held-out reward", "a"]] == expected
+
+
 def test_control_runs_have_their_own_names_for_it(tmp_path):
     run = tmp_path / "pole"
     write_run(run, [0.0])
@@ -133,6 +147,7 @@ def test_control_runs_have_their_own_names_for_it(tmp_path):
         ([], "nothing is to be written: give --out FILE.png, or --data FILE.csv"),
         (["--out", "x.gif"], r"--out x.gif: a picture's name ends in \.png, \.svg, \.pdf"),
         (["--data", "x.csv", "--by", "hour"], "--by is 'hour': it must be one of update, tokens, seconds"),
+        (["--data", "cats/config.yaml/a/x.csv"], "--data cats/config.yaml/a/x.csv cannot be written: Not a directory"),
         (["--data", "x.csv", "--metric", "train/x"], "--metric train/x is in none of the runs; they have .*train/loss"),
     ],
 )  # fmt: skip

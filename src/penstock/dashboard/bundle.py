@@ -28,7 +28,7 @@ from penstock.dashboard.pages import (
 from penstock.dashboard.rollout_pages import MOST_ROWS, choices, group_list, group_page, timeline
 from penstock.dashboard.web import static_files
 from penstock.rundir.logs import to_json
-from penstock.rundir.storage import write_atomically
+from penstock.rundir.storage import check_place, write_atomically
 from penstock.types import ConfigError, PenstockError
 
 MOST_BYTES = 16 << 20
@@ -59,11 +59,13 @@ def write_bundle(path: Path, out: Path, trust: bool = False) -> str:
 
     Raises:
         RunDirectoryError: there is no run.
-        ConfigError: `out` exists already.
+        ConfigError: `out` exists already, or cannot be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--bundle {out} exists already: name a folder that does not")
     runs = ObservedRuns(path, None, trust)
+    if not out.exists():
+        check_place(out, "--bundle")
     for run in runs.all():
         run.catch_up()
     data, groups, left_out = _data(runs)

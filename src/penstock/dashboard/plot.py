@@ -102,19 +102,24 @@ def plot_runs(request: PlotRequest) -> list[str]:
         What the user should know: files written, where a line ends before its longest run does.
 
     Raises:
-        ConfigError: a run is given twice or shares its seed, a metric is in none of them, or matplotlib is missing.
+        ConfigError: a run is given twice or shares its seed, a metric is in none of them, matplotlib is missing, or a
+            file cannot be written.
         RunDirectoryError: there is no run, or its metrics cannot be read.
     """
     pyplot = None if request.out is None else _pyplot()
     pooled = _pooled([_PlottedRun.read(word) for word in request.runs])
     lines, said = _lines(request, pooled)
-    for path, content in (
-        (request.data, lambda: _csv(lines, request.by)),
-        (request.out, lambda: _picture(pyplot, lines, request)),
+    for option, path, content in (
+        ("--data", request.data, lambda: _csv(lines, request.by)),
+        ("--out", request.out, lambda: _picture(pyplot, lines, request)),
     ):
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, content())
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, content())
+            except OSError as error:
+                reason = error.strerror or error
+                raise ConfigError(f"{option} {path} cannot be written: {reason}: choose another place") from error
             said.append(f"wrote {path}")
     return said
 
@@ -140,9 +145,15 @@ class _PlottedRun:
             raise ConfigError(f"{directory.path} has no metrics yet: leave it out")
         return cls(directory.path, name if named else "", directory.read_config(), curves)
 
-    def points(self, metric: Callable[["Curves"], Found], by: Axis) -> Points:
+    @property
+    def lessons(self) -> set[str]:
+        """Those, or the tasks, that it has now: a resume may have added some, and removed others."""
+        sections = (("curriculum", "lessons"), ("fleet", "tasks"))
+        return {name for section, names in sections for name in (self.config.get(section) or {}).get(names) or ()}
+
+    def points(self, metric: "Metric", by: Axis) -> Points:
         """Of a metric along an axis."""
-        steps, values, times = metric(self.curves)
+        steps, values, times = metric(self)
         if by == "update" or not len(steps):
             return steps.astype(float), values
         return (_alive_s(self.path, times) if by == "seconds" else np.interp(steps, *self._units())), values
@@ -205,17 +216,21 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _series(name: str) -> Callable[[Curves], Found]:
-    return lambda curves: curves.series(name)
+Metric = Callable[[_PlottedRun], Found]
 
 
-def _mean_of(*forms: tuple[str, str]) -> Callable[[Curves], Found]:
-    """The mean over lessons, or tasks, at steps where each has a number."""
+def _series(name: str) -> Metric:
+    return lambda run: run.curves.series(name)
 
-    def read(curves: Curves) -> Found:
-        for prefix, suffix in forms:
-            named = [name for name in curves.names if name.startswith(prefix) and name.endswith(suffix)]
-            found = [curves.series(name) for name in named]
+
+def _mean_of(*forms: tuple[str, str]) -> Metric:
+    """The mean over the run's lessons, or tasks, at steps where each has a number."""
+
+    def read(run: _PlottedRun) -> Found:
+        for before, after in forms:
+            told = [name for name in run.curves.names if name.startswith(before) and name.endswith(after)]
+            of_now = [name for name in told if name.removeprefix(before).removesuffix(after) in run.lessons]
+            found = [run.curves.series(name) for name in of_now or told]
             if found:
                 shared = found[0][0]
                 for steps, _, _ in found[1:]:
@@ -228,7 +243,7 @@ def _mean_of(*forms: tuple[str, str]) -> Callable[[Curves], Found]:
 
 
 LEDGER = "rollouts by fate"
-PANELS: Mapping[str, Callable[[Curves], Found]] = {
+PANELS: Mapping[str, Metric] = {
     "reward": _mean_of(("train/reward_mean", ""), ("fleet/", "/reward_mean")),
     "held-out reward": _mean_of(("eval/", "/reward_mean"), ("eval/", "/return_mean"), ("eval_report/", "/reward_mean")),
     "staleness (updates)": _series("replay/staleness_mean"),

@@ -91,8 +91,8 @@ _REST = 10.0
 class MultiTracker:
     """Hands everything to each of several trackers; an error of one is counted and reported once.
 
-    A call that failed after a while waited for a service that is down, and so would the next: for ten times as long
-    that tracker is left alone, so that a run is held up for a tenth of its time. What it misses counts as failed.
+    A call that failed late waited for a service that is down, as would the next: for ten times as long that tracker is
+    left alone, so that a run is held up for a tenth of its time at most. What it misses counts as failed.
 
     Args:
         trackers: Any number.
