@@ -39,6 +39,7 @@ def changing(arrays: dict[str, np.ndarray], share: float, versions: int) -> Iter
         arrays = {name: array.copy() for name, array in arrays.items()}
         for array in arrays.values():
             array.view(np.uint32)[rng.integers(0, array.size, round(share * array.size))] ^= 1
+            array.flags.writeable = False
         yield arrays
 
 

@@ -74,6 +74,8 @@ def make_arrays(nbytes: int, value: int = 0) -> dict[str, np.ndarray]:
         arrays[f"layers.{layer}.kernel"] = rng.integers(0, 1 << 32, max(size // 4 - 256, 1), np.uint32).view(np.float32)
         arrays[f"layers.{layer}.scale"] = rng.standard_normal(256).astype(np.float32)
         left -= size
+    for array in arrays.values():
+        array.flags.writeable = False  # as a learner's are: nobody needs a copy
     return arrays
 
 

@@ -115,6 +115,33 @@ def test_where_nobody_listens_ray_is_not_asked(tmp_path, monkeypatch, scheme):
         RayLauncher(RayConfig(address=f"{scheme}127.0.0.1:9"), "nowhere", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({"address": "127.0.0.1:9"}, "ray.address is 127.0.0.1:9, and this process is connected to Ray already, .* at "),
+     ({"address": "ray://127.0.0.1:9"}, "ray.address is ray://127.0.0.1:9, and this process is connected"),
+     ({"num_cpus": 3}, "ray.num_cpus is given, and this process is connected to Ray already"),
+     ({"runtime_env": {"env_vars": {"A": "secret"}}}, "ray.runtime_env is given, and .* call ray.shutdown before")],
+)  # fmt: skip
+def test_what_the_programs_own_connection_cannot_give_is_refused(launcher, tmp_path, given, words):
+    from penstock.overseer.ray import RayLauncher
+
+    with pytest.raises(ConfigError, match=words) as raised:
+        RayLauncher(RayConfig(**given), "another", tmp_path)
+    assert "secret" not in str(raised.value)
+
+
+def test_the_programs_own_connection_is_taken_and_kept(cluster, launcher, tmp_path):
+    import ray
+
+    from penstock.overseer.ray import RayLauncher
+
+    for address in (None, "auto", cluster.address):
+        another = RayLauncher(RayConfig(address=address), "another", tmp_path)
+        assert another.machines == launcher.machines
+        another.close(30)
+    assert ray.is_initialized()
+
+
 @pytest.mark.attack
 def test_a_machine_that_dies_takes_its_component_along_which_starts_elsewhere(cluster, launcher):
     node = cluster.add_node(num_cpus=1, resources={"doomed": 1, "far": 1})

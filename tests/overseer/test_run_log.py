@@ -1,11 +1,15 @@
 """What the log of a run tells the user at once."""
 
+import io
+
 import numpy as np
+from rich.console import Console
 
 from penstock.overseer import load_config
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.progress import Progress
 from penstock.overseer.run_log import RunLog
+from penstock.overseer.terminal import TerminalView
 from penstock.rundir import RunDirectory, read_events
 from penstock.types import CompiledProgram, Decoding, Rollout, RolloutGroup
 
@@ -22,6 +26,26 @@ def test_a_death_of_a_component_is_one_line(tmp_path):
     assert list(log.progress.notes) == ["rollout-1 died: its process was killed"]
     (event,) = read_events(tmp_path / "run" / "events.jsonl")
     assert (event["event"], event["component"], event["incarnation"]) == ("component_death", "rollout-1", 0)
+
+
+def test_that_a_run_goes_back_is_told_at_once_whatever_died_before_and_after(tmp_path):
+    log = _log(tmp_path / "run")
+    console = Console(file=io.StringIO(), width=200)
+    view = TerminalView(log.progress, console)
+    log.event("component_death", component="rollout-1", incarnation=0, reason="killed")
+    view.tick()
+    log.event("component_death", component="learner-0", incarnation=0, reason="killed")
+    log.event("rewind", reason="learner-0#0: killed", lineage=1, checkpoint="step-6")
+    log.event("rewind", reason="replay-0#1: killed", lineage=2, checkpoint=None)
+    log.event("component_death", component="evaluator-0", incarnation=0, reason="to be started anew")
+    view.tick()
+    log.close()
+    told = [line.partition("] ")[2] for line in console.file.getvalue().splitlines()]
+    assert told == [
+        "rollout-1 died: killed",
+        "the run goes back to its checkpoint step-6: learner-0#0: killed",
+        "the run goes back to its beginning: replay-0#1: killed",
+    ]
 
 
 def test_a_skipped_update_is_told(tmp_path):

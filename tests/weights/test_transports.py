@@ -169,6 +169,21 @@ def test_closing_a_client_ends_its_wait(rig: Rig):
     client.close()
 
 
+def test_what_was_published_may_be_written_to(rig: Rig):
+    if not rig.crossing:
+        pytest.skip("in one process versions go by reference")
+    broadcaster, mine = rig.broadcaster(), arrays(0)
+    client = rig.client(broadcaster)
+    for step in range(3):
+        for name, array in arrays(step).items():
+            mine[name][...] = array
+        broadcaster.publish(WeightVersion(0, step), mine)
+        for array in mine.values():
+            array[...] = 0
+        assert_arrays_of(step, client.fetch(WeightVersion(0, step)))
+    assert client.metrics().get("weights/retries", 0) == 0
+
+
 def test_fetched_arrays_stay_what_they_are(rig: Rig):
     broadcaster = rig.broadcaster()
     client = rig.client(broadcaster)

@@ -221,10 +221,13 @@ class Progress:
             self._say(words)
         self.phase = words
 
-    def note(self, words: str) -> None:
-        """Shows an event."""
+    def note(self, words: str, at_once: bool = False) -> None:
+        """Shows an event; without a terminal, too, where it is to be shown `at_once` and not with the next ones."""
         self.notes.append(words)
-        self.noted += 1
+        if at_once:
+            self._say(words)
+        else:
+            self.noted += 1
 
     def note_compiled(self, program: CompiledProgram, component: str) -> None:
         """Shows how far a component has compiled."""

@@ -176,6 +176,8 @@ class RayLauncher:
         try:
             if self._connected_here:
                 connect(config, self._life.namespace)
+            else:
+                check_connection(config)
         except ConfigError:
             self._noise.close()
             raise
@@ -353,6 +355,28 @@ def connect(config: RayConfig, namespace: str) -> None:
     except Exception as error:  # bare ones, too, where a daemon of Ray does not answer in time
         aim = "start a cluster here" if config.address is None else f"join the cluster at ray.address {config.address}"
         raise ConfigError(f"Ray could not {aim}: {in_one_line(error)}") from error
+
+
+def check_connection(config: RayConfig) -> None:
+    """Refuses what the config asks of a connection that the program itself made before, since it would not act.
+
+    Of an address only the port is compared: a machine has several names.
+    """
+    before = "this process is connected to Ray already, by its own ray.init"
+    for name, is_given in (("num_cpus", config.num_cpus is not None), ("runtime_env", bool(config.runtime_env))):
+        if is_given:
+            raise ConfigError(
+                f"ray.{name} is given, and {before}, to which it belongs: give it there, or call ray.shutdown before "
+                "the run"
+            )
+    host, _, port = (config.address or "").rpartition(":")
+    connected = ray._private.worker.global_worker.connected  # otherwise by a client, whose address nobody knows
+    there = ray.get_runtime_context().gcs_address if connected else ""
+    if host and there and (host.startswith("ray:") or port != there.rpartition(":")[2]):
+        raise ConfigError(
+            f"ray.address is {config.address}, and {before}, at {there}: leave ray.address out to take that cluster, "
+            "or call ray.shutdown before the run"
+        )
 
 
 def _join(address: str, options: Mapping[str, Any]) -> None:

@@ -79,7 +79,7 @@ class RunLog:
         line = {"time": time.time(), "step": self.step if step is None else step, **fields}
         self._writes.do(lambda: self._events.append(kind, **line))
         if kind in SHOWN_EVENTS:
-            self.progress.note(_in_words(kind, fields))
+            self.progress.note(_in_words(kind, fields), at_once=kind == "rewind")
         if kind == "compiled":
             self.progress.note_compiled(CompiledProgram(*(fields[name] for name in _COMPILED)), fields["component"])
         elif kind == "goal_reached":
@@ -192,6 +192,9 @@ def _in_words(kind: str, fields: Mapping[str, Any]) -> str:
     if kind == "isolation":
         given = ", ".join(fields["objects"])
         return f"isolation: none for what was given as a Python object ({given}): it runs in this process"
+    if kind == "rewind":
+        place = "its beginning" if fields["checkpoint"] is None else f"its checkpoint {fields['checkpoint']}"
+        return " ".join(f"the run goes back to {place}: {fields['reason']}".split())
     if kind == "update_skipped":
         return f"{fields['share']:.0%} of the update's optimiser steps skipped: the loss or gradient was not finite"
     return " ".join([kind, *(f"{name}={value}" for name, value in fields.items())])

@@ -213,7 +213,9 @@ def _placed(array: Any, like: Any) -> Any:
 
 
 def host_arrays(arrays: Mapping[str, Any], bfloat16: bool) -> dict[str, np.ndarray]:
-    """C-contiguous NumPy arrays of JAX or NumPy arrays; by reference where they are that already.
+    """C-contiguous NumPy arrays of JAX or NumPy arrays; by reference where they are that and nobody may write to them.
+
+    What a learner goes on writing to is copied: clients fetch it later, and deltas are made of it at the next version.
 
     Args:
         arrays: Of any device. Those split over several are put together.
@@ -224,7 +226,10 @@ def host_arrays(arrays: Mapping[str, Any], bfloat16: bool) -> dict[str, np.ndarr
         start = getattr(array, "copy_to_host_async", None)
         if start is not None:
             start()  # every copy is on its way before the first is waited for
-    return {name: np.asarray(array, order="C") for name, array in sent.items()}
+    host = {name: np.asarray(array, order="C") for name, array in sent.items()}
+    return {
+        name: array.copy() if array.flags.writeable and array is arrays[name] else array for name, array in host.items()
+    }
 
 
 def _cast(array: Any) -> Any:

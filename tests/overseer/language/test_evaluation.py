@@ -49,7 +49,7 @@ def checkpoints(tmp_path: Path) -> list[Path]:
 def test_a_baseline_answers_in_the_environment_that_was_given_which_is_closed_once(tmp_path: Path, checkpoints):
     mine, path = Held(), tmp_path / "kept.parquet"
     report = penstock.evaluate(
-        checkpoints[0], tiny(), n=3, rollouts_path=path, baseline=checkpoints[1], environment=mine
+        checkpoints[0], tiny(), n=3, rollouts_path=str(path), baseline=checkpoints[1], environment=mine
     )
     assert mine.closed == 1
     assert report.baseline is not None and report.baseline.lessons["cats"].failed_groups == 0

@@ -67,7 +67,7 @@ def test_a_checkpoint_and_a_server_over_it_give_the_same(tmp_path, made):
         with pytest.raises(
             ConfigError, match="answered 401 to /v1/models: give the URL of a penstock serve, and its tok"
         ):
-            generate(server.url, config(), tmp_path / "served.jsonl", n=2)
+            generate(server.url, config(), tmp_path / "refused.jsonl", n=2)
     finally:
         server.stop()
         engine.stop(30)
@@ -103,6 +103,11 @@ def test_an_adapter_answers_in_the_dtype_that_its_run_trains_it_in(tmp_path, mad
 
 
 @pytest.mark.slow
+def test_a_recipe_goes_by_its_name_and_a_file_by_its_path_as_text(tmp_path):
+    report = generate(None, "cats", str(tmp_path / "a.jsonl"), n=1)
+    assert report.lessons["cats"].prompts == 1 and report.path == tmp_path / "a.jsonl" and report.path.exists()
+
+
 def test_held_out_prompts_are_others(tmp_path):
     paths = [tmp_path / f"{mode}.jsonl" for mode in ("train", "eval")]
     for path in paths:
@@ -116,6 +121,13 @@ def test_bad_input_is_found_before_a_model_is_loaded(tmp_path):
         generate(None, config(), tmp_path / "a.jsonl", ["dogs"])
     with pytest.raises(ConfigError, match="ends in '.csv': it must be one of .parquet, .jsonl"):
         generate(None, config(), tmp_path / "a.csv")
+    for n in (0, -1):
+        with pytest.raises(ConfigError, match=f"n is {n}: give at least 1 prompt per lesson"):
+            generate(None, config(), tmp_path / "a.jsonl", n=n)
+        with pytest.raises(ConfigError, match=f"n is {n}: give at least 1 prompt per lesson"):
+            penstock.evaluate(tmp_path, config(), n=n)
+    with pytest.raises(ConfigError, match="config cartpole trains a control policy"):
+        generate(None, "cartpole", tmp_path / "a.jsonl")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--out .* cannot be written"):
         generate(None, config(), tmp_path / "file" / "b.jsonl")

@@ -18,7 +18,7 @@ from penstock.model.language import load_policy
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.evaluation_report import EvaluationReport, LessonReport
-from penstock.overseer.language.generation import version_of
+from penstock.overseer.language.generation import check_count, version_of
 from penstock.overseer.language.given import GivenEnvironment, GivenReward, take_objects
 from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_evaluation, write_parquet
@@ -44,7 +44,7 @@ def evaluate(
     lessons: Sequence[str] | None = None,
     n: int | None = None,
     generations: int = 1,
-    rollouts_path: Path | None = None,
+    rollouts_path: Path | str | None = None,
     baseline: Path | str | None = None,
     ks: Sequence[int] | None = None,
     *,
@@ -66,8 +66,8 @@ def evaluate(
         reward: As of `penstock.train`: objects in place of their reward functions.
 
     Raises:
-        ConfigError: an unknown lesson, a checkpoint that is none, a path that cannot be written, a recipe of a control
-            policy, or a k above `generations`.
+        ConfigError: an unknown lesson, no prompts, a checkpoint that is none, a path that cannot be written, a recipe
+            of a control policy, or a k above `generations`.
         EnvironmentFailure: every group of a lesson failed: it has no result.
     """
     known = config if isinstance(config, RunConfig) else load_config(config)
@@ -76,6 +76,7 @@ def evaluate(
     given = take_objects(known, environment, reward)
     config = given.config
     chosen = _chosen_lessons(config, lessons)
+    check_count(n)
     for k in ks or ():
         if not 1 <= k <= generations:
             raise ConfigError(
@@ -85,6 +86,7 @@ def evaluate(
     sources = [one for one in (checkpoint, baseline) if one is not None]
     model_dirs = [model_directory(str(one)) for one in sources]
     if rollouts_path is not None:
+        rollouts_path = Path(rollouts_path)
         check_place(rollouts_path, "--rollouts")
     asked = n if n is not None else config.curriculum.eval_n_examples
     found: list[Found] = []

@@ -19,6 +19,7 @@ from penstock.inference.routing import Server
 from penstock.inference.serving import model_directory
 from penstock.model.language import load_policy
 from penstock.overseer.config import RunConfig
+from penstock.overseer.config_loading import load_config
 from penstock.overseer.evaluation_report import LessonReport
 from penstock.overseer.run import step_of
 from penstock.rollout import RolloutManager
@@ -59,8 +60,8 @@ class GenerationReport:
 
 def generate(
     source: Path | str | None,
-    config: RunConfig,
-    path: Path,
+    config: RunConfig | str | Path,
+    path: Path | str,
     lessons: Sequence[str] | None = None,
     n: int | None = None,
     mode: Mode = "train",
@@ -72,7 +73,7 @@ def generate(
         source: A run's ``checkpoints/step-<n>``, a Hugging Face directory, or the URL of a `penstock serve`, or of a
             server of the recipe's ``inference.engine``, with the recipe's tokenizer; None takes the policy that the
             recipe's ``model`` says.
-        config: The recipe, as it is loaded.
+        config: The recipe, its name or its path.
         path: A Parquet file, with the columns of a run's rollouts, or a JSONL file with a conversation per line.
         lessons: Which lessons; all by default.
         n: Prompts per lesson; by default ``sampling_params.n_prompts`` of each.
@@ -80,11 +81,17 @@ def generate(
         token: What the server asks for.
 
     Raises:
-        ConfigError: an unknown lesson, or a path of another kind or that cannot be written.
+        ConfigError: an unknown lesson, no prompts, a recipe of a control policy, or a path of another kind or that
+            cannot be written.
         CheckpointError: the source is no checkpoint.
         EnvironmentFailure: an environment broke its contract.
         UnreachableError: nothing answers at the URL.
     """
+    loaded = config if isinstance(config, RunConfig) else load_config(config)
+    if not isinstance(loaded, RunConfig):
+        raise ConfigError(f"config {config} trains a control policy: what it does is evaluated, and not generated")
+    config, path = loaded, Path(path)
+    check_count(n)
     known = config.curriculum.lessons
     unknown = [lesson_id for lesson_id in lessons or [] if lesson_id not in known]
     if unknown:
@@ -105,6 +112,16 @@ def generate(
     _write(path, list(batches.values()), mode)
     reports = {name: LessonReport.of(name, batch, known[name].success_threshold) for name, batch in batches.items()}
     return GenerationReport(reports, path, seconds)
+
+
+def check_count(n: int | None) -> None:
+    """Whether so many prompts can be asked for; None leaves it to the recipe.
+
+    Raises:
+        ConfigError: it is less than one.
+    """
+    if n is not None and n < 1:
+        raise ConfigError(f"n is {n}: give at least 1 prompt per lesson, or leave it out for what the recipe says")
 
 
 def version_of(source: Path | str | None) -> int:
