@@ -281,19 +281,14 @@ class ControlLearner:
         columns = np.zeros(-(-fragments // minibatches), np.int32)
         batch, rate = compiled.Minibatches(arrays, steps), np.float32(0)
         optimised = self._policy, self._state, self._reference.policy, batch, columns, rate, rate
-        statistics = self._policy.statistics
-        seen = statistics, arrays.observations, arrays.counted
-        beside: Programs = (
-            {}
-            if statistics is None
-            else {
-                "observations": lambda: compiled.observer().lower(*seen).compile(),
-            }
-        )
-        return beside | {
+        programs = {
             "minibatch": lambda: self._optimise.lower(*optimised).compile(),
             "advantages": lambda: self._prepare.lower(self._policy, arrays).compile(),
         }
+        if (statistics := self._policy.statistics) is not None:
+            seen = statistics, arrays.observations, arrays.counted
+            programs["observations"] = lambda: compiled.observer().lower(*seen).compile()
+        return programs
 
     def update(self, batch: TrainingBatch[FragmentExample], version_step: int) -> dict[str, float]:
         """One update: `epochs` · `minibatches` optimiser steps on one batch.
