@@ -29,6 +29,7 @@ class Conductor:
     class log:
         class progress:
             stretches = ()
+            goal = ""
 class Directory:
     path = __import__("pathlib").Path("mine")
 def run(kind, config, run_dir, resume, recipe, quiet, feed):
