@@ -31,14 +31,15 @@ def url(served_engine, codec):
     server.stop()
 
 
+async def says_ok(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
 def test_a_body_does_not_wait_until_the_client_has_acknowledged_the_head():
     """Linux acknowledges after 40 ms on a connection that has been used a while: no answer was faster than that."""
 
-    async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": b"ok"})
-
-    server = HttpServer(app)
+    server = HttpServer(says_ok)
     server.start()
     try:
         with httpx.Client() as client:
@@ -59,11 +60,7 @@ def test_an_event_loop_that_is_installed_besides_is_left_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvloop", other)
     monkeypatch.delitem(sys.modules, "uvicorn.loops.uvloop", raising=False)
 
-    async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": b"ok"})
-
-    server = HttpServer(app)
+    server = HttpServer(says_ok)
     server.start()
     try:
         assert httpx.get(server.url).text == "ok"
