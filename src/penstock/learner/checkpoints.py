@@ -331,6 +331,7 @@ class Checkpoint:
         states: State of each other component by name, for `Checkpointable.restore`.
         header: What ``state.json`` says of the policy: which kind it is, and its dtype.
         base: Directory of an adapter's base, in place of that which it names.
+        module: What makes a control policy's network, where it is one's own; the checkpoint's word is not taken.
     """
 
     path: Path
@@ -339,6 +340,7 @@ class Checkpoint:
     states: dict[str, Any]
     header: Mapping[str, str]
     base: str | None = None
+    module: str | None = None
 
     @cached_property
     def decoder(self) -> "Decoder":
@@ -373,7 +375,7 @@ class Checkpoint:
         from penstock.model.control import load_control_policy
 
         try:
-            return load_control_policy(self.path / "model")
+            return load_control_policy(self.path / "model", self.module)
         except _UNREADABLE as error:
             raise _cannot_be_read(self.path, error) from error
 
@@ -437,12 +439,13 @@ def save_checkpoint(
     return target
 
 
-def load_checkpoint(path: Path, base: str | None = None) -> Checkpoint:
+def load_checkpoint(path: Path, base: str | None = None, module: str | None = None) -> Checkpoint:
     """Reads and verifies a checkpoint.
 
     Args:
         path: Its directory, `checkpoints/step-<n>` of a run.
         base: Directory of an adapter's base, where that has moved.
+        module: What makes a control policy's network, where it is one's own (`load_control_policy`).
 
     Raises:
         CheckpointError: naming what is missing, damaged, or from a newer Penstock.
@@ -452,7 +455,7 @@ def load_checkpoint(path: Path, base: str | None = None) -> Checkpoint:
     try:
         arrays = safetensors.numpy.load_file(path / "learner.safetensors")
         header = _checked_header(state)
-        return Checkpoint(path, int(state["step"]), arrays, dict(state["states"]), header, base)
+        return Checkpoint(path, int(state["step"]), arrays, dict(state["states"]), header, base, module)
     except _UNREADABLE as error:
         raise _cannot_be_read(path, error) from error
 

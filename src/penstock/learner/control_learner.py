@@ -80,7 +80,7 @@ class ReferencePolicy:
         self._config = config
         self._policy = None if config is None else policy
         if config is not None and config.reference is not None:
-            self._policy = load_control_policy(Path(config.reference))
+            self._policy = load_control_policy(Path(config.reference), policy.config.module)
             _check_fits(self._policy, policy, config.reference)
 
     @property
@@ -241,6 +241,12 @@ class ControlLearner:
         self._start_state = {name: np.asarray(array) for name, array in policy.initial_state(1).items()}
         if config.burn_in and not self._start_state:
             raise ConfigError(f"learner.burn_in is {config.burn_in}, but the policy has no memory: set it to 0")
+        if config.value_warmup_updates and not compiled.values_own(config, policy):
+            raise ConfigError(
+                f"learner.value_arrays is {list(config.value_arrays)}, which is no array of this policy, so that "
+                f"nothing would train in the first {config.value_warmup_updates} updates: name some of "
+                f"{', '.join(named_arrays(policy))}, or set value_warmup_updates to 0"
+            )
         self._reference = ReferencePolicy(config.reference_kl, policy)
         self._prepare = compiled.preparer(config)
 

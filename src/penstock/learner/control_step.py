@@ -419,7 +419,9 @@ def optimise(
     flat = jax.tree.map(lambda array: array[config.burn_in :].reshape(-1), part.steps)
     reference_distribution = None if reference is None else _unrolled(config, reference, part.arrays)[0]
 
-    still = (*config.optimizer.frozen, *(_other_arrays(config, policy) if values_only else ()))
+    still = [*config.optimizer.frozen]
+    if values_only:
+        still += sorted(named_arrays(policy).keys() - values_own(config, policy))
     trained, rest = split_frozen(still, policy)
 
     def loss_of(moving: ControlPolicy) -> tuple[Array, LossTerms]:
@@ -514,8 +516,6 @@ def _without_last(distribution: Distribution) -> Distribution:
     return jax.tree.map(lambda array: array[:-1], distribution)
 
 
-def _other_arrays(config: PpoConfig, policy: ControlPolicy) -> tuple[str, ...]:
-    """Names of all arrays but the value's own."""
-    return tuple(
-        name for name in named_arrays(policy) if not any(fnmatchcase(name, own) for own in config.value_arrays)
-    )
+def values_own(config: PpoConfig, policy: ControlPolicy) -> list[str]:
+    """Names of the arrays that only values depend on, as `PpoConfig.value_arrays` says."""
+    return [name for name in named_arrays(policy) if any(fnmatchcase(name, own) for own in config.value_arrays)]

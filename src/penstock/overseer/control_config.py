@@ -119,7 +119,7 @@ class FleetRunConfig(BaseModel):
                 f"learner.minibatches is {learner.minibatches}, and replay.fragments_per_batch is {batch}: minibatches "
                 "hold whole fragments; lower the one or raise the other"
             )
-        if learner.burn_in and self.model.memory == "none":
+        if learner.burn_in and self.model.memory == "none" and self.model.module is None:
             raise ValueError(
                 f"learner.burn_in is {learner.burn_in} and model.memory is none: there is no state to bring up to "
                 "date; set burn_in to 0, or choose a memory"
@@ -132,6 +132,8 @@ class FleetRunConfig(BaseModel):
 
     def _check_model(self) -> None:
         model = self.model
+        if model.module is not None:
+            return
         if model.memory == "none":
             refuse_idle(model, ("memory_size",), "model.memory is 'none'", at="model.")
         if model.memory != "transformer":

@@ -115,7 +115,8 @@ def test_whoever_imports_what_a_config_names_is_known():
     assert found == {
         "batch/factory.py", "environments/agents.py", "environments/loading.py", "environments/reward_process.py",
         "environments/reward_worker.py", "environments/simulators/minecraft.py", "environments/simulators/registry.py",
-        "environments/verifiers.py", "learner/config.py", "overseer/doctor.py", "types/importing.py",
+        "environments/verifiers.py", "learner/config.py", "model/control/policy.py", "overseer/doctor.py",
+        "types/importing.py",
     }  # fmt: skip
 
 

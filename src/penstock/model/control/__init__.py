@@ -6,22 +6,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.model.control.config import ControlModelConfig
     from penstock.model.control.distributions import Bernoulli, Categorical, DiagonalGaussian, Distribution
+    from penstock.model.control.encoders import Encoder
     from penstock.model.control.folder import (
         CONTROL_SCHEMA_VERSION,
         load_control_policy,
         read_control_form,
         save_control_policy,
     )
-    from penstock.model.control.policy import ControlPolicy, make_control_policy, named_arrays, with_named_arrays
+    from penstock.model.control.memory import RecurrentMemory, WindowMemory
+    from penstock.model.control.policy import (
+        ActionHead,
+        ControlNetwork,
+        ControlPolicy,
+        make_control_policy,
+        named_arrays,
+        with_named_arrays,
+    )
 
 _EXPORTS = {
+    "ActionHead": "policy",
     "Bernoulli": "distributions",
     "CONTROL_SCHEMA_VERSION": "folder",
     "Categorical": "distributions",
     "ControlModelConfig": "config",
+    "ControlNetwork": "policy",
     "ControlPolicy": "policy",
     "DiagonalGaussian": "distributions",
     "Distribution": "distributions",
+    "Encoder": "encoders",
+    "RecurrentMemory": "memory",
+    "WindowMemory": "memory",
     "load_control_policy": "folder",
     "make_control_policy": "policy",
     "named_arrays": "policy",
@@ -31,8 +45,9 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "Bernoulli", "CONTROL_SCHEMA_VERSION", "Categorical", "ControlModelConfig", "ControlPolicy", "DiagonalGaussian",
-    "Distribution", "load_control_policy", "make_control_policy", "named_arrays", "read_control_form",
+    "ActionHead", "Bernoulli", "CONTROL_SCHEMA_VERSION", "Categorical", "ControlModelConfig", "ControlNetwork",
+    "ControlPolicy", "DiagonalGaussian", "Distribution", "Encoder", "RecurrentMemory", "WindowMemory",
+    "load_control_policy", "make_control_policy", "named_arrays", "read_control_form",
     "save_control_policy", "with_named_arrays",
 ]  # fmt: skip
 

@@ -1,12 +1,14 @@
-"""What a control policy is made of. Loads no JAX.
+"""What a control policy is made of: of the parts that keys choose, or by somebody's own code. Loads no JAX.
 
 The spaces are not in here: the simulators give them, and `make_control_policy` fits the network to them. Not covered:
 action masks, mixed precision.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from penstock.types.idle_keys import refuse_idle
 
 NetworkKind = Literal["mlp", "nature_cnn", "impala_cnn"]
 MemoryKind = Literal["none", "gru", "lstm", "transformer"]
@@ -21,6 +23,10 @@ class ControlModelConfig(BaseModel):
     three axes with both sides at least 16.
 
     Attributes:
+        module: A network of one's own, ``package.module:name`` or ``path/to/file.py:name``: called with the spaces, a
+            seed below 2³¹ and `kwargs`, it gives a `penstock.model.control.ControlNetwork`. Of the other keys only
+            `normalize_observations` and `image_layout` then act.
+        kwargs: Further arguments of `module`.
         network: What images go through: ``mlp`` averages them to `pooled_size` and lets the MLP have them;
             ``nature_cnn`` (Mnih et al. 2015) and ``impala_cnn`` (Espeholt et al. 2018) are convolutions.
         hidden_sizes: Widths of the MLP's layers.
@@ -52,6 +58,8 @@ class ControlModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
+    module: str | None = None
+    kwargs: dict[str, Any] = {}
     network: NetworkKind = "mlp"
     hidden_sizes: tuple[PositiveInt, ...] = Field(default=(64, 64), min_length=1)
     activation: Activation = "tanh"
@@ -76,6 +84,22 @@ class ControlModelConfig(BaseModel):
     state_dependent_std: bool = False
     log_std_range: tuple[float, float] = (-5.0, 2.0)
     dtype: Literal["float32"] = "float32"
+
+    def __hash__(self) -> int:
+        """Without `kwargs`, which may hold lists."""
+        return hash(tuple(value for name, value in self if name != "kwargs"))
+
+    @model_validator(mode="after")
+    def _one_network(self) -> "ControlModelConfig":
+        if self.module is None:
+            refuse_idle(self, ("kwargs",), "they are arguments of module, which is null")
+            return self
+        own = ("module", "kwargs", "normalize_observations", "image_layout", "dtype")
+        why = f"module makes the network, {self.module!r}, which gets only kwargs"
+        refuse_idle(self, [name for name in type(self).model_fields if name not in own], why)
+        if not self.normalize_observations:
+            refuse_idle(self, ("image_layout",), f"{why}, and observations are not normalised")
+        return self
 
     @model_validator(mode="after")
     def _memory_fits(self) -> "ControlModelConfig":

@@ -1,7 +1,8 @@
 """A control policy as a folder: ``config.json`` (network, spaces, schema version) and ``model.safetensors``.
 
-No pickle is written or read. Every array must be accounted for. Not covered: reading weights of another framework,
-and changing a policy's spaces.
+No pickle is written or read. Every array must be accounted for. Where the network is somebody's own, ``config.json``
+says what made it, and nothing is imported by that word: whoever reads the folder names the code. Not covered: reading
+weights of another framework, and changing a policy's spaces.
 """
 
 import json
@@ -56,22 +57,36 @@ def save_control_policy(folder: str | Path, policy: ControlPolicy, config: Contr
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def load_control_policy(folder: str | Path) -> ControlPolicy:
+def load_control_policy(folder: str | Path, module: str | None = None) -> ControlPolicy:
     """Reads a folder that `save_control_policy` wrote; the policy carries its config and spaces.
 
+    Args:
+        folder: Its path.
+        module: What makes the network where it is one's own, as `ControlModelConfig.module`; unused where it is not.
+
     Raises:
-        CheckpointError: a file is missing or broken, is no control policy, or its arrays do not fit.
+        CheckpointError: a file is missing or broken, is no control policy, or its arrays do not fit; or its network is
+            one's own, and `module` is None.
         SchemaVersionError: a newer Penstock wrote it.
     """
     folder = Path(folder)
     config, spaces = read_control_form(folder)
+    if config.module is not None:
+        if module is None:
+            raise CheckpointError(
+                f"{folder} has a network of somebody's own, which {config.module!r} made, and no code is imported "
+                "because a checkpoint names it: name it yourself, as model.module of a recipe (--recipe), or by "
+                "load_control_policy(…, module=…)"
+            )
+        config = config.model_copy(update={"module": module})
     try:
         policy = make_control_policy(config, spaces, seed=0)
         with open_tensors(folder) as files:
             arrays = {name: files.read(name) for name in files.shapes}
         return with_named_arrays(policy, arrays)
     except (ConfigError, WeightsError) as error:
-        raise CheckpointError(f"{folder} does not fit its config.json: {error}") from error
+        whose = "its config.json" if config.module is None else f"what {config.module!r} makes"
+        raise CheckpointError(f"{folder} does not fit {whose}: {error}") from error
 
 
 def read_control_form(folder: str | Path) -> tuple[ControlModelConfig, Spaces]:

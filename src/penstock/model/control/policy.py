@@ -1,4 +1,4 @@
-"""A control policy: encoder, memory, heads; one network for the fleet and the learner.
+"""A control policy: one network for the fleet and the learner, which is encoder, memory and heads, or one's own.
 
 `step` is what a fleet calls, `unroll` what a learner calls; over the same steps both give the same, and `first` says
 where an episode begins, so that memory is reset there. Time comes before the batch. State is a flat mapping of
@@ -6,11 +6,18 @@ where an episode begins, so that memory is reset there. Time comes before the ba
 
 A head makes a distribution over one action leaf out of features. `make_control_policy` draws a policy for a simulator's
 spaces; `named_arrays` and `with_named_arrays` are its parameters by name, as weights travel and checkpoints hold them.
+
+A network of one's own is any `equinox.Module` with the methods of `ControlNetwork`. Its arrays are the parameters; what
+else lies in its tree (functions, numbers) is kept beside them, so that it may be built of other libraries' layers. What
+it gives is looked at once, by shapes alone, when it is made. Not covered: networks that draw random numbers in `step`
+(dropout), or change arrays there (batch statistics).
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
 
 import equinox as eqx
 import jax
@@ -30,8 +37,9 @@ from penstock.model.control.distributions import (
 )
 from penstock.model.control.encoders import Encoder, ObservationStatistics
 from penstock.model.control.layers import Dense
-from penstock.model.control.memory import Memory, RecurrentMemory, State, WindowMemory
+from penstock.model.control.memory import Memory, RecurrentMemory, State, WindowMemory, reset
 from penstock.types import ConfigError, LeafSpace, Spaces, fold, generator
+from penstock.types.importing import load_attribute
 
 
 class ActionHead(eqx.Module):
@@ -108,25 +116,33 @@ Observations = Mapping[str, Array]
 """Arrays by leaf name, [batch, …] or [time, batch, …], of the spaces' dtypes or JAX's nearest."""
 
 
+class ControlNetwork(Protocol):
+    """What a network of one's own has (`model.module`): an `equinox.Module` with these methods.
+
+    It may have ``unroll(observations, first, state)``, too, as of `ControlPolicy`, for what is faster over T steps than
+    T calls of `step`; it then resets the state where `first` says so, and gives what `step` gives.
+    """
+
+    def initial_state(self, batch: int) -> Mapping[str, Array]:
+        """The state before an episode's first step: zeros, [batch, …], by name; empty without memory."""
+        ...
+
+    def step(
+        self, observations: Observations, state: State, first: Bool[Array, " batch"]
+    ) -> tuple[Distribution, Float[Array, " batch"], Mapping[str, Array]]:
+        """As of `ControlPolicy`; the state is zero already where `first` is true."""
+        ...
+
+
 class ControlPolicy(eqx.Module):
     """What `make_control_policy` makes.
 
     Attributes:
-        encoder: From observations to features.
-        memory: None without.
-        heads: One per action leaf.
-        value_head: The estimate of the return.
-        value_encoder: The value's own encoder, where it does not share the actions'.
         statistics: By which observations are normalised; None where they are taken as they come.
         config: How it was made.
         spaces: For what.
     """
 
-    encoder: Encoder
-    memory: Memory | None
-    heads: tuple[ActionHead, ...]
-    value_head: Dense
-    value_encoder: Encoder | None
     statistics: ObservationStatistics | None
     config: ControlModelConfig = eqx.field(static=True)
     spaces: Spaces = eqx.field(static=True)
@@ -136,9 +152,9 @@ class ControlPolicy(eqx.Module):
         """Patterns of the names of arrays that no gradient moves."""
         return () if self.statistics is None else ("statistics.*",)
 
+    @abstractmethod
     def initial_state(self, batch: int) -> dict[str, Array]:
         """The state before an episode's first step, [batch, …]; empty without memory."""
-        return {} if self.memory is None else self.memory.initial_state(batch)
 
     def step(
         self, observations: Observations, state: State, first: Bool[Array, " batch"]
@@ -153,12 +169,7 @@ class ControlPolicy(eqx.Module):
         Returns:
             What to do, the value of the observation, and the state after the step.
         """
-        observations = self._normalised(observations)
-        features, after = self.encoder(observations), dict(state)
-        if self.memory is not None:
-            features, after = self.memory.step(features, state, first)
-        own = features if self.value_encoder is None else self.value_encoder(observations)
-        return self._distribution(features), self.value_head(own)[..., 0], after
+        return self._step(self._normalised(observations), state, first)
 
     def unroll(
         self, observations: Observations, first: Bool[Array, "time batch"], state: State
@@ -173,12 +184,7 @@ class ControlPolicy(eqx.Module):
         Returns:
             Distributions and values [T, batch], and the states after each step, [T, batch, …].
         """
-        observations = self._normalised(observations)
-        features, after = _over_time(self.encoder, observations, first.shape), {}
-        if self.memory is not None:
-            features, after = self.memory.unroll(features, state, first)
-        own = features if self.value_encoder is None else _over_time(self.value_encoder, observations, first.shape)
-        return self._distribution(features), self.value_head(own)[..., 0], after
+        return self._unroll(self._normalised(observations), first, state)
 
     def act(
         self, observations: Observations, state: State, key: PRNGKeyArray
@@ -193,11 +199,237 @@ class ControlPolicy(eqx.Module):
         actions = distribution.sample(key)
         return actions, distribution.log_prob(actions), values, after
 
+    @abstractmethod
+    def _step(self, observations: Observations, state: State, first: Array) -> tuple[Distribution, Array, Any]:
+        """Of observations as the network sees them."""
+
+    @abstractmethod
+    def _unroll(self, observations: Observations, first: Array, state: State) -> tuple[Distribution, Array, Any]:
+        """Of observations as the network sees them."""
+
     def _normalised(self, observations: Observations) -> Observations:
         return observations if self.statistics is None else self.statistics(observations)
 
+
+class BuiltinPolicy(ControlPolicy):
+    """What the keys of `ControlModelConfig` describe.
+
+    Attributes:
+        encoder: From observations to features.
+        memory: None without.
+        heads: One per action leaf.
+        value_head: The estimate of the return.
+        value_encoder: The value's own encoder, where it does not share the actions'.
+    """
+
+    encoder: Encoder
+    memory: Memory | None
+    heads: tuple[ActionHead, ...]
+    value_head: Dense
+    value_encoder: Encoder | None
+
+    @classmethod
+    def draw(
+        cls, statistics: ObservationStatistics | None, config: ControlModelConfig, spaces: Spaces, rng: Any
+    ) -> "BuiltinPolicy":
+        """With first weights from a NumPy generator.
+
+        Raises:
+            ConfigError: as of `make_control_policy`.
+        """
+        encoder = Encoder.draw(rng, config, spaces.observations)
+        memory = _memory(rng, config, encoder.features)
+        width = encoder.features if memory is None else config.memory_size
+        heads = tuple(ActionHead.draw(rng, config, leaf, width) for leaf in spaces.actions)
+        own = Encoder.draw(rng, config, spaces.observations) if config.value_network == "separate" else None
+        value_head = Dense.draw(rng, width, 1, config.value_gain)
+        return cls(statistics, config, spaces, encoder, memory, heads, value_head, own)
+
+    def initial_state(self, batch: int) -> dict[str, Array]:
+        """The memory's."""
+        return {} if self.memory is None else self.memory.initial_state(batch)
+
+    def _step(self, observations: Observations, state: State, first: Array) -> tuple[Distribution, Array, Any]:
+        features, after = self.encoder(observations), dict(state)
+        if self.memory is not None:
+            features, after = self.memory.step(features, state, first)
+        own = features if self.value_encoder is None else self.value_encoder(observations)
+        return self._distribution(features), self.value_head(own)[..., 0], after
+
+    def _unroll(self, observations: Observations, first: Array, state: State) -> tuple[Distribution, Array, Any]:
+        features, after = _over_time(self.encoder, observations, first.shape), {}
+        if self.memory is not None:
+            features, after = self.memory.unroll(features, state, first)
+        own = features if self.value_encoder is None else _over_time(self.value_encoder, observations, first.shape)
+        return self._distribution(features), self.value_head(own)[..., 0], after
+
     def _distribution(self, features: Float[Array, "*batch features"]) -> Distribution:
         return Distribution(tuple(head(features) for head in self.heads), tuple(h.leaf.name for h in self.heads))
+
+
+class OwnPolicy(ControlPolicy):
+    """A network of one's own.
+
+    Attributes:
+        network: It, with None in the place of what is no array.
+        rest: What is no array, in the order of the tree, and the tree's structure.
+    """
+
+    network: Any
+    rest: tuple[tuple[Any, ...], Any] = eqx.field(static=True)
+
+    @classmethod
+    def draw(
+        cls, statistics: ObservationStatistics | None, config: ControlModelConfig, spaces: Spaces, seed: int
+    ) -> "OwnPolicy":
+        """Imports what `config.module` names, and makes the network.
+
+        Raises:
+            ConfigError: it cannot be imported or made, or gives what no fleet or learner could use.
+        """
+        assert config.module is not None
+        make = load_attribute(config.module, "model.module")
+        made = _asked(config, "making it", lambda: make(spaces, seed, **config.kwargs))
+        lacking = [name for name in ("initial_state", "step") if not callable(getattr(made, name, None))]
+        if lacking or not isinstance(made, eqx.Module):
+            reason = f"which lacks {' and '.join(lacking)}" if lacking else "which is no equinox.Module"
+            raise _refused(config, f"it gives a {type(made).__name__}, {reason}")
+        arrays, others = eqx.partition(
+            jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, made), eqx.is_array
+        )
+        leaves, structure = jax.tree.flatten(others)
+        policy = cls(statistics, config, spaces, arrays, (tuple(leaves), structure))
+        policy._check_arrays()
+        policy._check_outputs()
+        return policy
+
+    def initial_state(self, batch: int) -> dict[str, Array]:
+        """The network's."""
+        return dict(self._whole.initial_state(batch))
+
+    def _step(self, observations: Observations, state: State, first: Array) -> tuple[Distribution, Array, Any]:
+        distribution, values, after = self._whole.step(observations, reset(state, first), first)
+        return distribution, values.astype(jnp.float32), dict(after)
+
+    def _unroll(self, observations: Observations, first: Array, state: State) -> tuple[Distribution, Array, Any]:
+        if hasattr(self._whole, "unroll"):
+            distribution, values, after = self._whole.unroll(observations, first, state)
+            return distribution, values.astype(jnp.float32), dict(after)
+        if not state:
+            flat = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), (dict(observations), first))
+            given = self._step(flat[0], {}, flat[1])
+            return jax.tree.map(lambda array: array.reshape(*first.shape, *array.shape[1:]), given)
+
+        def run(before: Any, row: Any) -> tuple[Any, Any]:
+            distribution, values, after = self._step(row[0], before, row[1])
+            return after, (distribution, values, after)
+
+        return jax.lax.scan(run, dict(state), (dict(observations), first))[1]
+
+    @property
+    def _whole(self) -> Any:
+        leaves, structure = self.rest
+        return eqx.combine(self.network, jax.tree.unflatten(structure, leaves))
+
+    def _check_arrays(self) -> None:
+        """They can be trained, sent and saved.
+
+        Raises:
+            ConfigError: there is none, or one has a dtype that is not for parameters.
+        """
+        arrays = named_leaves(self.network)
+        if not arrays:
+            raise _refused(self.config, "its network has no arrays, so that nothing could be trained")
+        for name, array in arrays.items():
+            if array.dtype != jnp.float32:
+                raise _refused(
+                    self.config,
+                    f"{name} is {array.dtype}: parameters are float32; cast it, or keep what is no parameter as a "
+                    "number or a tuple in an equinox.field(static=True)",
+                )
+
+    def _check_outputs(self) -> None:
+        """Of some steps of three simulators, by shapes alone.
+
+        Raises:
+            ConfigError: what `initial_state`, `step` or `unroll` gives is not what `ControlNetwork` says.
+        """
+        batch, steps = 3, 2
+        state = _asked(self.config, "initial_state", lambda: self.initial_state(batch))
+        for name, array in state.items():
+            if np.shape(array)[:1] != (batch,) or np.any(np.asarray(array)):
+                raise _refused(
+                    self.config,
+                    f"initial_state({batch})[{name!r}] is {_form(array)}: every episode begins with zeros, here of "
+                    f"{batch} rows",
+                )
+        for method, axes in (("_step", (batch,)), ("_unroll", (steps, batch))):
+            observations = {leaf.name: _blank(leaf, axes) for leaf in self.spaces.observations}
+            first = jnp.zeros(axes, bool)
+            given = (observations, state, first) if method == "_step" else (observations, first, state)
+            call = partial(jax.eval_shape, partial(self._outputs, method, axes), *given)
+            named = method.removeprefix("_")
+            self._check_forms(named, _asked(self.config, named, call), axes, state)
+
+    def _outputs(self, method: str, axes: tuple[int, ...], *given: Any) -> dict[str, Any]:
+        """All that a fleet and a learner ask of what a method gives, by what it is called."""
+        observations, *rest = given
+        distribution, values, after = getattr(self, method)(self._normalised(observations), *rest)
+        if not all(np.shape(array)[: len(axes)] == axes for array in jax.tree.leaves(distribution)):
+            raise TypeError(f"every array in a distribution begins with the batch's axes, {list(axes)} here")
+        actions, modes = distribution.sample(jax.random.key(0)), distribution.mode()
+        numbers = distribution.log_prob(actions), distribution.entropy(), distribution.kl(distribution)
+        found = dict(zip(("log_prob", "entropy", "kl"), numbers, strict=True)) | {"values": values}
+        found |= {f"action {name!r}": array for name, array in actions.items()}
+        found |= {f"most probable action {name!r}": array for name, array in modes.items()}
+        return found | {f"state {name!r}": array for name, array in after.items()}
+
+    def _check_forms(self, method: str, found: Mapping[str, Any], axes: tuple[int, ...], state: State) -> None:
+        wanted: dict[str, tuple[tuple[int, ...], Any]] = {
+            name: (axes, None) for name in ("log_prob", "entropy", "kl", "values")
+        }
+        for leaf in self.spaces.actions:
+            for called in ("action", "most probable action"):
+                wanted[f"{called} {leaf.name!r}"] = ((*axes, *leaf.shape), None)
+        for name, array in state.items():
+            wanted[f"state {name!r}"] = ((*axes[:-1], *np.shape(array)), array.dtype)
+        for name in sorted(wanted.keys() | found.keys()):
+            if name not in found or name not in wanted:
+                known = ", ".join(sorted(wanted if name in found else found))
+                what = "is not" if name not in found else "is, and should not be,"
+                raise _refused(self.config, f"{method}: {name} {what} among what it gives ({known})")
+            (shape, dtype), array = wanted[name], found[name]
+            if array.shape != shape or dtype not in (None, array.dtype):
+                raise _refused(
+                    self.config, f"{method}: {name} is {_form(array)}, not {dtype or array.dtype}{list(shape)}"
+                )
+
+
+def _asked(config: ControlModelConfig, what: str, call: Callable[[], Any]) -> Any:
+    """What a network of one's own gives.
+
+    Raises:
+        ConfigError: whatever it raised, in words.
+    """
+    try:
+        return call()
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever somebody's network raises
+        words = str(error).strip().partition("\n")[0]
+        raise _refused(config, f"{what} raised {type(error).__name__}: {words}") from error
+
+
+def _refused(config: ControlModelConfig, why: str) -> ConfigError:
+    return ConfigError(f"model.module {config.module!r}: {why}; docs/control.md shows one of thirty lines")
+
+
+def _form(array: Any) -> str:
+    return f"{getattr(array, 'dtype', type(array).__name__)}{list(np.shape(array))}"
+
+
+def _blank(leaf: LeafSpace, axes: tuple[int, ...]) -> Array:
+    return jnp.zeros((*axes, *leaf.shape), leaf.device_dtype)
 
 
 def _over_time(encoder: Encoder, observations: Observations, shape: tuple[int, ...]) -> Array:
@@ -216,19 +448,14 @@ def make_control_policy(config: ControlModelConfig, spaces: Spaces, seed: int) -
 
     Raises:
         ConfigError: the network does not fit the spaces, or no device holds one of their arrays exactly; the message
-            names the leaf and the remedy.
+            names the leaf and the remedy; or one's own cannot be made, or gives what is not a policy's.
     """
     for leaf in (*spaces.observations, *spaces.actions):
         _ = leaf.device_dtype  # it raises here, before anything is learned
-    rng = generator(fold(seed, "model"))
-    encoder = Encoder.draw(rng, config, spaces.observations)
-    memory = _memory(rng, config, encoder.features)
-    width = encoder.features if memory is None else config.memory_size
-    heads = tuple(ActionHead.draw(rng, config, leaf, width) for leaf in spaces.actions)
-    own = Encoder.draw(rng, config, spaces.observations) if config.value_network == "separate" else None
-    value_head = Dense.draw(rng, width, 1, config.value_gain)
     known = ObservationStatistics.of_none(config, spaces.observations) if config.normalize_observations else None
-    return ControlPolicy(encoder, memory, heads, value_head, own, known, config, spaces)
+    if config.module is not None:
+        return OwnPolicy.draw(known, config, spaces, fold(seed, "model") % 2**31)
+    return BuiltinPolicy.draw(known, config, spaces, generator(fold(seed, "model")))
 
 
 def _memory(rng: np.random.Generator, config: ControlModelConfig, inputs: int) -> Memory | None:

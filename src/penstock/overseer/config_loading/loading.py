@@ -435,6 +435,8 @@ _UPLOADED = "ray.runtime_env.working_dir"
 PATH_KEYS = (
     "model.path",
     "model.base",
+    "model.module",
+    "model.kwargs.*",
     "model.initial_checkpoint",
     "model.tokenizer",
     "curriculum.lessons.*.environment.env_class",

@@ -32,6 +32,7 @@ CODE_KEYS = (
     "curriculum.lessons.*.environment.env_args.reward",
     "curriculum.lessons.*.environment.env_args.reward.*",
     "learner.loss.module",
+    "model.module",
     "replay.batch_maker.name",
     "replay.batch_makers.*.name",
     "fleet.tasks.*.id",
@@ -47,7 +48,7 @@ stands for any key, or any place in a list."""
 _SHOWN_CHARACTERS = 300
 _PRESET, _ASYNC = ["learner", "loss", "preset"], ["async"]
 
-EVALUATED = ("curriculum", "fleet")
+EVALUATED = ("curriculum", "fleet", "model")
 """The sections whose code an evaluation imports."""
 
 

@@ -255,6 +255,8 @@ def check_resume(config: FleetRunConfig, spaces: Spaces, checkpoint: Path) -> No
     """
     trained, trained_spaces = read_control_form(checkpoint / "model")
     ours, theirs = config.model.model_dump(mode="json"), trained.model_dump(mode="json")
+    if ours["module"] is not None is not theirs["module"]:
+        theirs["module"] = ours["module"]  # where code lies is nothing that was trained
     check_kept(ours, theirs, checkpoint, lambda name: f"model.{name}")
     if not spaces.same_form(trained_spaces):
         raise ConfigError(
@@ -344,7 +346,7 @@ class ControlKind:
     def resume(self, config: FleetRunConfig, checkpoint: Path) -> RunStart:
         """The checkpoint's network."""
         self.check_resume(config, checkpoint)
-        loaded = load_checkpoint(checkpoint)
+        loaded = load_checkpoint(checkpoint, module=config.model.module)
         return RunStart(loaded.policy, None, loaded)
 
     def check_resume(self, config: FleetRunConfig, checkpoint: Path) -> None:

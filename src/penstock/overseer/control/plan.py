@@ -99,10 +99,10 @@ def _size_lines(config: FleetRunConfig) -> list[str]:
 
     policy = make_policy(config, spaces)
     initial_state(config.learner.optimizer, policy)  # which looks at all names
-    parameters = count_parameters(policy)
-    memory = config.model.memory
+    parameters, model = count_parameters(policy), config.model
+    parts = model.module or f"{model.network}{'' if model.memory == 'none' else f', {model.memory}'}"
     return [
-        f"Model: {config.model.network}{'' if memory == 'none' else f', {memory}'}, {parameters:,} parameters",
+        f"Model: {parts}, {parameters:,} parameters",
         f"Observations: {_leaves(spaces.observations)}",
         f"Actions: {_leaves(spaces.actions)}",
         "",

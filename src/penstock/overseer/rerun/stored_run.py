@@ -92,7 +92,7 @@ class StoredRun:
     def __init__(self, path: Path | str, trust: bool = False) -> None:
         self.directory = RunDirectory(path)
         check_run_directory(self.directory.path)
-        self.config, _ = load_recorded_config(self.directory, [], trust, ("learner",))
+        self.config, _ = load_recorded_config(self.directory, [], trust, ("learner", "model"))
         self.is_language = isinstance(self.config, RunConfig)
         self._format = LANGUAGE if self.is_language else FRAGMENTS
         self._store = RolloutStore(self.directory, self.config.replay.store, experience=self._format)
@@ -324,8 +324,11 @@ class StoredRun:
         Raises:
             CheckpointError: it is damaged.
         """
-        loaded = load_checkpoint(checkpoint)
-        return RunStart(loaded.decoder if self.is_language else loaded.policy, None, loaded)
+        if isinstance(self.config, RunConfig):
+            loaded = load_checkpoint(checkpoint)
+            return RunStart(loaded.decoder, None, loaded)
+        loaded = load_checkpoint(checkpoint, module=self.config.model.module)
+        return RunStart(loaded.policy, None, loaded)
 
     def notes(self, update: StoredUpdate) -> list[str]:
         """Why the arithmetic of this process may be another than the update's, in words."""

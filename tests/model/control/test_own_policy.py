@@ -1,0 +1,350 @@
+"""A network of one's own: what it may be built of, that both sides see one policy, and what is said of a wrong one."""
+
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from penstock.fleet.jax_policy import JaxPolicyRunner
+from penstock.model.control import (
+    ActionHead,
+    Categorical,
+    ControlModelConfig,
+    Distribution,
+    Encoder,
+    RecurrentMemory,
+    load_control_policy,
+    make_control_policy,
+    named_arrays,
+    save_control_policy,
+)
+from penstock.types import CheckpointError, ConfigError, LeafSpace, Spaces
+
+EXAMPLE = f"{Path(__file__).parents[3]}/examples/own_network.py:Towers"
+HERE = f"{__name__}:"
+SPACES = Spaces((LeafSpace("", "box", (4,), "float32"),), (LeafSpace("", "discrete", (), "int64", (3,)),))
+MASKED = Spaces(
+    (LeafSpace("allowed", "multi_binary", (3,), "int8"), LeafSpace("seen", "box", (4,), "float32")), SPACES.actions
+)
+STEPS, BATCH = 5, 3
+FIRST = jnp.zeros((STEPS, BATCH), bool).at[0, 1].set(True).at[3, 0].set(True)
+
+
+class Cell(eqx.Module):
+    """Layers of Equinox, which have functions in their trees, around a GRU, and numbers that do not train."""
+
+    encoder: eqx.nn.MLP
+    memory: eqx.nn.GRUCell
+    actor: eqx.nn.Linear
+    critic: eqx.nn.Linear
+    table: tuple[int, ...] = eqx.field(static=True)
+    scale: float = 0.5
+
+    def __init__(self, spaces, seed, width=8):
+        keys = jax.random.split(jax.random.key(seed), 4)
+        self.encoder = eqx.nn.MLP(4, width, width, 1, jax.nn.silu, key=keys[0])
+        self.memory = eqx.nn.GRUCell(width, width, key=keys[1])
+        self.actor = eqx.nn.Linear(width, 3, key=keys[2])
+        self.critic = eqx.nn.Linear(width, 1, key=keys[3])
+        self.table = (2, 0, 1)
+
+    def initial_state(self, batch):
+        return {"hidden": jnp.zeros((batch, self.memory.hidden_size)), "count": jnp.zeros(batch, jnp.int32)}
+
+    def step(self, observations, state, first):
+        features = jax.vmap(self.encoder)(observations[""]) * self.scale
+        hidden = jax.vmap(self.memory)(features, state["hidden"])
+        scores = jax.vmap(self.actor)(hidden)[:, jnp.array(self.table)] + state["count"][:, None] * jnp.array(
+            [0.1, 0.0, 0.0]
+        )
+        after = {"hidden": hidden, "count": state["count"] + 1}
+        return Distribution((Categorical.of(scores, 0),), ("",)), jax.vmap(self.critic)(hidden)[:, 0], after
+
+
+class Assembled(eqx.Module):
+    """Of Penstock's own parts, with an `unroll` of its own."""
+
+    encoder: Encoder
+    memory: RecurrentMemory
+    head: ActionHead
+    value: eqx.nn.Linear
+
+    def __init__(self, spaces, seed):
+        config, rng = ControlModelConfig(hidden_sizes=(8,)), np.random.default_rng(seed)
+        self.encoder = Encoder.draw(rng, config, spaces.observations)
+        self.memory = RecurrentMemory.draw(rng, "lstm", self.encoder.features, 6)
+        self.head = ActionHead.draw(rng, config, spaces.actions[0], 6)
+        self.value = eqx.nn.Linear(6, 1, key=jax.random.key(seed))
+
+    def initial_state(self, batch):
+        return self.memory.initial_state(batch)
+
+    def step(self, observations, state, first):
+        features, after = self.memory.step(self.encoder(observations), state, first)
+        return Distribution((self.head(features),), ("",)), (features @ self.value.weight.T)[:, 0], after
+
+    def unroll(self, observations, first, state):
+        flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in observations.items()}
+        features, after = self.memory.unroll(self.encoder(flat).reshape(*first.shape, -1), state, first)
+        return Distribution((self.head(features),), ("",)), (features @ self.value.weight.T)[..., 0], after
+
+
+class Masking(eqx.Module):
+    """Only actions that the observation allows are taken."""
+
+    layer: eqx.nn.Linear
+
+    def __init__(self, spaces, seed):
+        self.layer = eqx.nn.Linear(4, 4, key=jax.random.key(seed))
+
+    def initial_state(self, batch):
+        return {}
+
+    def step(self, observations, state, first):
+        outputs = jax.vmap(self.layer)(observations["seen"])
+        scores = jnp.where(observations["allowed"] > 0, outputs[:, :3], -1e30)
+        return Distribution((Categorical.of(scores, 0),), ("",)), outputs[:, 3], state
+
+
+def own(module, spaces=SPACES, seed=0, **fields):
+    return make_control_policy(ControlModelConfig(module=module, **fields), spaces, seed)
+
+
+@pytest.mark.parametrize("module", [EXAMPLE, HERE + "Cell", HERE + "Assembled"])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_unrolling_equals_stepping(draw, module, normalized):
+    policy = own(module, normalize_observations=normalized)
+    observations, actions = draw(SPACES.observations, STEPS, BATCH), draw(SPACES.actions, STEPS, BATCH)
+    state = jax.tree.map(lambda array: array + 1, policy.initial_state(BATCH))  # in the middle of an episode
+    distribution, values, after = jax.jit(lambda *given: policy.unroll(*given))(observations, FIRST, state)
+    for t in range(STEPS):
+        row = jax.tree.map(lambda array, t=t: array[t], (observations, actions))
+        one, value, state = policy.step(row[0], state, FIRST[t])
+        np.testing.assert_allclose(values[t], value, atol=1e-6)
+        np.testing.assert_allclose(distribution.log_prob(actions)[t], one.log_prob(row[1]), atol=1e-6)
+        for name in state:
+            np.testing.assert_allclose(after[name][t], state[name], atol=1e-6)
+
+
+def test_an_episode_begins_with_zeros_whatever_the_network_does_about_it(draw):
+    policy = own(HERE + "Cell")
+    observations, used = draw(SPACES.observations, BATCH), jax.tree.map(lambda a: a + 7, policy.initial_state(BATCH))
+    _, _, after = policy.step(observations, used, jnp.array([True, False, True]))
+    assert after["count"].tolist() == [1, 8, 1]
+
+
+def test_a_rollout_worker_decides_by_it(draw):
+    policy = own(HERE + "Cell")
+    runner = JaxPolicyRunner(policy, 4, 4, 1)
+    drawn = draw(SPACES.observations, 4)
+    seen = {"": np.asarray(drawn[""])}
+    decision = runner.decide(np.arange(4), seen, np.ones(4, bool)).result()
+    expected = policy.step(drawn, policy.initial_state(4), jnp.ones(4, bool))
+    actions = {"": jnp.asarray(decision.actions[""])}
+    np.testing.assert_allclose(decision.logprobs, expected[0].log_prob(actions), atol=1e-6)
+    np.testing.assert_allclose(decision.values, expected[1], atol=1e-6)
+    after = runner.decide(np.arange(4), seen, np.zeros(4, bool)).result()
+    assert after.states["count"].tolist() == [1] * 4
+
+
+def test_only_its_arrays_are_parameters():
+    policy = own(HERE + "Cell", kwargs={"width": 5})
+    arrays = named_arrays(policy)
+    assert "network.encoder.layers.0.weight" in arrays and arrays["network.actor.weight"].shape == (3, 5)
+    assert len(arrays) == 4 + 4 + 2 + 2 and policy.still == ()
+    assert hash(policy.config) and own(HERE + "Cell", kwargs={"width": 5}).config == policy.config
+
+
+def test_a_seed_names_the_weights():
+    one, same, other = (named_arrays(own(EXAMPLE, seed=seed)) for seed in (1, 1, 2))
+    assert all(np.array_equal(one[name], same[name]) for name in one)
+    assert not np.array_equal(one["network.actor.layers.0.weight"], other["network.actor.layers.0.weight"])
+
+
+def test_actions_can_be_masked(draw):
+    policy = own(HERE + "Masking", MASKED)
+    seen = draw(MASKED.observations, 200) | {"allowed": jnp.tile(jnp.array([[1, 0, 1]], jnp.int8), (200, 1))}
+    actions, logprobs, _, _ = policy.act(seen, {}, jax.random.key(0))
+    assert set(np.unique(actions[""])) == {0, 2} and np.isfinite(logprobs).all()
+
+
+def test_a_folder_gives_it_back_to_whoever_names_the_code(tmp_path, draw):
+    policy = own(HERE + "Cell", kwargs={"width": 5})
+    save_control_policy(tmp_path, policy, policy.config, SPACES)
+    loaded = load_control_policy(tmp_path, HERE + "Cell")
+    arrays = named_arrays(loaded)
+    assert all(np.array_equal(array, arrays[name]) for name, array in named_arrays(policy).items())
+    assert loaded.config == policy.config and loaded.spaces == SPACES
+    with pytest.raises(
+        CheckpointError, match=r"does not fit what '.*:Assembled' makes: .*unexpected keyword .*'width'"
+    ):
+        load_control_policy(tmp_path, HERE + "Assembled")
+
+
+@pytest.mark.attack
+def test_no_code_is_imported_by_a_folders_word(tmp_path):
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')\n")
+    policy = own(EXAMPLE)
+    save_control_policy(tmp_path, policy, policy.config, SPACES)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace(EXAMPLE, f"{tmp_path}/evil.py:Towers"))
+    with pytest.raises(
+        CheckpointError, match=r"has a network of somebody's own, which '.*evil.py:Towers' made, and no"
+    ):
+        load_control_policy(tmp_path)
+    assert load_control_policy(tmp_path, EXAMPLE).config.module == EXAMPLE
+
+
+class Plain:
+    def initial_state(self, batch):
+        return {}
+
+    def step(self, observations, state, first):
+        return None
+
+
+class Short(eqx.Module):
+    weight: jax.Array
+
+    def __init__(self, spaces, seed):
+        self.weight = jnp.zeros((4, 3))
+
+    def initial_state(self, batch):
+        return {}
+
+
+class Good(Short):
+    """Right, but for what its children change."""
+
+    def values(self, seen):
+        return seen.sum(1)
+
+    def distribution(self, scores):
+        return Distribution((Categorical.of(scores, 0),), ("",))
+
+    def step(self, observations, state, first):
+        seen = observations[""]
+        return self.distribution(seen @ self.weight), self.values(seen), state
+
+
+class Half(Good):
+    def __init__(self, spaces, seed):
+        self.weight = jnp.zeros((4, 3), jnp.bfloat16)
+
+
+class Counting(Good):
+    def __init__(self, spaces, seed):
+        self.weight = np.zeros((4, 3), np.int64)
+
+
+class Keyed(Good):
+    key: jax.Array
+
+    def __init__(self, spaces, seed):
+        self.weight, self.key = jnp.zeros((4, 3)), jax.random.key(seed)
+
+
+class Column(Good):
+    def values(self, seen):
+        return seen.sum(1, keepdims=True)
+
+
+class Named(Good):
+    def distribution(self, scores):
+        return Distribution((Categorical.of(scores, 0),), ("jump",))
+
+
+class Pair(Good):
+    def step(self, observations, state, first):
+        return self.distribution(observations[""] @ self.weight), self.values(observations[""])
+
+
+class Ones(Good):
+    def initial_state(self, batch):
+        return {"seen": jnp.ones((batch, 2))}
+
+
+class Drifting(Good):
+    def initial_state(self, batch):
+        return {"seen": jnp.zeros(batch, jnp.int32)}
+
+    def step(self, observations, state, first):
+        distribution, values, _ = super().step(observations, state, first)
+        return distribution, values, {"seen": state["seen"] + 0.5}
+
+
+class Scalar(Good):
+    def step(self, observations, state, first):
+        return self.distribution(jnp.zeros(2)), self.values(observations[""]), state
+
+
+class Wide(Good):
+    def step(self, observations, state, first):
+        return self.distribution(observations["camera"] @ self.weight), self.values(observations[""]), state
+
+
+class Empty(Good):
+    def __init__(self, spaces, seed):
+        self.weight = None
+
+
+class Unrolled(Good):
+    def unroll(self, observations, first, state):
+        return self.distribution(observations[""] @ self.weight), jnp.zeros(first.shape[1]), state
+
+
+WRONG = {
+    "Nothing": r"has no 'Nothing'",
+    "SPACES": r"making it raised TypeError: 'Spaces' object is not callable",
+    "Plain": r"making it raised TypeError: Plain\(\) takes no arguments",
+    "Short": r"it gives a Short, which lacks step; docs/control.md",
+    "Half": r"weight is bfloat16: parameters are float32",
+    "Counting": r"weight is int32: parameters are float32",
+    "Keyed": r"key is key<fry>: parameters are float32",
+    "Column": r"step: values is float32\[3, 1\], not float32\[3\]",
+    "Named": r"step: action '' is not among what it gives \(action 'jump', ",
+    "Pair": r"step raised ValueError: not enough values to unpack",
+    "Ones": r"initial_state\(3\)\['seen'\] is float32\[3, 2\]: every episode begins with zeros",
+    "Drifting": r"step: state 'seen' is float32\[3\], not int32\[3\]",
+    "Scalar": r"step raised TypeError: every array in a distribution begins with the batch's axes, \[3\] here",
+    "Wide": r"step raised KeyError: 'camera'",
+    "Empty": r"its network has no arrays",
+    "Unrolled": r"unroll: values is float32\[3\], not float32\[2, 3\]",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said_by_name(name):
+    with pytest.raises(ConfigError, match=f"^model.module '{HERE}{name}'.*{WRONG[name]}"):
+        own(HERE + name)
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(ConfigError, match="it gives a Plain, which is no equinox.Module"):
+        own(HERE + "plain")
+
+
+def plain(spaces, seed):
+    return Plain()
+
+
+def test_a_good_one_is_good():
+    assert own(HERE + "Good").still == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"module": "a:B", "hidden_sizes": (8,)}, "hidden_sizes is .8., .*no effect: module makes the network, 'a:B'"),
+        ({"module": "a:B", "memory": "gru"}, "memory is .gru., which has no effect"),
+        ({"module": "a:B", "image_layout": "channels_first"}, "and observations are not normalised"),
+        ({"kwargs": {"width": 3}}, "kwargs is .*which has no effect: they are arguments of module, which is null"),
+    ],
+)  # fmt: skip
+def test_keys_that_could_not_act_are_refused(fields, words):
+    with pytest.raises(ValidationError, match=words):
+        ControlModelConfig(**fields)
