@@ -1,5 +1,6 @@
 """A network of one's own: what it may be built of, that both sides see one policy, and what is said of a wrong one."""
 
+import re
 from pathlib import Path
 
 import equinox as eqx
@@ -112,6 +113,15 @@ class Masking(eqx.Module):
 
 def own(module, spaces=SPACES, seed=0, **fields):
     return make_control_policy(ControlModelConfig(module=module, **fields), spaces, seed)
+
+
+def test_the_page_shows_the_example():
+    root = Path(__file__).parents[3]
+    example = (root / "examples/own_network.py").read_text()
+    shown = re.sub(r'\n +"""(.|\n)*?"""\n', "\n", example[example.index("class Towers") :]).replace(
+        ":\n\n    actor", ":\n    actor"
+    )
+    assert f"```python\n{shown}```" in (root / "docs/control.md").read_text()
 
 
 @pytest.mark.parametrize("module", [EXAMPLE, HERE + "Cell", HERE + "Assembled"])
