@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from penstock.fleet.episode_statistics import Episode, EpisodeStatistics
     from penstock.fleet.evaluation import PolicyEvaluation, evaluate_policy
     from penstock.fleet.fragments import FragmentCutter
-    from penstock.fleet.jax_policy import JaxPolicyRunner
+    from penstock.fleet.jax_policy import GymPolicy, JaxPolicyRunner
     from penstock.fleet.manager import CountingSink, FleetReports, FleetWorker, RolloutManager
     from penstock.fleet.pipeline_monitor import PipelineMonitor
     from penstock.fleet.policy import Pending, PolicyRunner, Simulators
@@ -30,6 +30,7 @@ _EXPORTS = {
     "FleetReports": "manager",
     "FleetWorker": "manager",
     "FragmentCutter": "fragments",
+    "GymPolicy": "jax_policy",
     "JaxPolicyRunner": "jax_policy",
     "Pending": "policy",
     "PipelineMonitor": "pipeline_monitor",
@@ -56,7 +57,8 @@ _EXPORTS = {
 
 __all__ = [
     "ActionBatch", "CountingSink", "Episode", "EpisodeStatistics",
-    "FleetConfig", "FleetReports", "FleetWorker", "FragmentCutter", "JaxPolicyRunner", "Pending", "PipelineMonitor",
+    "FleetConfig", "FleetReports", "FleetWorker", "FragmentCutter", "GymPolicy", "JaxPolicyRunner", "Pending",
+    "PipelineMonitor",
     "PolicyEvaluation", "PolicyRunner", "RecordingPool", "RolloutManager", "RolloutWorker", "RolloutWorkerWrapper",
     "SerialPool", "SimulatorConfig", "SimulatorLimits", "SimulatorPool", "Simulators", "StepAccount", "StepArrival",
     "StepBatch", "UserPolicyRunner", "VideoConfig", "WorkerReport", "WorkerStatus",

@@ -4,7 +4,7 @@ One compiled call per decision: it takes the slots' state out of arrays of [slot
 begins, steps the policy, samples, and puts the state back in place; the last row belongs to padding. The arrays are
 donated. Batches are padded to few sizes, all compiled before the first decision (`compile`), so that nothing compiles
 in flight. Runners of a process that have the same network, slots and batch size share compiled calls: workers that are
-threads compile once.
+threads compile once. `GymPolicy` is a runner for one environment, in a program of one's own.
 
 Randomness: the k-th decision of a slot is sampled with a key made of seed, slot and k. How slots are batched does not
 change it, but for the last bits of the products.
@@ -30,11 +30,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, UInt32
 
+from penstock.fleet.spaces import make_reader, make_writer, spaces_of
 from penstock.fleet.steps import ActionBatch, Leaves, aligned_zeros
 from penstock.model.control import ControlPolicy, Distribution, named_arrays, with_named_arrays
 from penstock.model.control.memory import reset
@@ -428,6 +430,65 @@ class JaxPolicyRunner:
         if rows not in self._buckets:
             self._buckets[rows] = bucket_of(self._policy, self._num_slots, rows, self._deterministic)
         return self._buckets[rows]
+
+
+class GymPolicy:
+    """A trained policy in one's own program: a Gymnasium environment's observations in, its actions out.
+
+    Observations and actions are the environment's own (dicts, starts of discrete spaces; actions clipped to a box), and
+    memory is carried from call to call. One thread at a time.
+    """
+
+    def __init__(
+        self,
+        policy: ControlPolicy,
+        observation_space: gymnasium.Space[Any],
+        action_space: gymnasium.Space[Any],
+        *,
+        deterministic: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """Compiles nothing: the first action does.
+
+        Args:
+            policy: For example of `load_control_policy`.
+            observation_space: What the environment shows, a `gymnasium.Space`.
+            action_space: What it takes.
+            deterministic: Take the most probable action; false: sample.
+            seed: Of the sampled actions.
+
+        Raises:
+            ConfigError: the policy was made for other observations or actions.
+        """
+        spaces = spaces_of(observation_space, action_space)
+        if not spaces.same_form(policy.spaces):
+            raise ConfigError(
+                f"the policy was made for other observations or actions ({spaces.differences(policy.spaces)}): give "
+                "the spaces of an environment as it was trained in, wrappers included"
+            )
+        self._runner = JaxPolicyRunner(policy, 1, 1, seed, deterministic=deterministic)
+        self._observations = {leaf.name: leaf.zeros(1) for leaf in spaces.observations}
+        self._actions = {leaf.name: leaf.zeros(1) for leaf in spaces.actions}
+        self._write = make_writer(observation_space, self._observations)
+        self._read = make_reader(action_space, self._actions)
+        self._first = np.ones(1, bool)
+
+    def reset(self) -> None:
+        """The next observation begins an episode."""
+        self._first[:] = True
+
+    def act(self, observation: Any) -> Any:
+        """The action that answers an observation.
+
+        Raises:
+            ValueError: the observation lies outside its space; the message names the part.
+        """
+        self._write(0, observation)
+        decision = self._runner.decide(np.zeros(1, np.int64), self._observations, self._first).result()
+        self._first[:] = False
+        for name, array in decision.actions.items():
+            self._actions[name][:] = array
+        return self._read(0)
 
 
 def padded_sizes(most: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from penstock.model.control.encoders import Encoder
     from penstock.model.control.folder import (
         CONTROL_SCHEMA_VERSION,
+        control_model_directory,
         load_control_policy,
         read_control_form,
         save_control_policy,
@@ -36,6 +37,7 @@ _EXPORTS = {
     "Encoder": "encoders",
     "RecurrentMemory": "memory",
     "WindowMemory": "memory",
+    "control_model_directory": "folder",
     "load_control_policy": "folder",
     "make_control_policy": "policy",
     "named_arrays": "policy",
@@ -47,7 +49,7 @@ _EXPORTS = {
 __all__ = [
     "ActionHead", "Bernoulli", "CONTROL_SCHEMA_VERSION", "Categorical", "ControlModelConfig", "ControlNetwork",
     "ControlPolicy", "DiagonalGaussian", "Distribution", "Encoder", "RecurrentMemory", "WindowMemory",
-    "load_control_policy", "make_control_policy", "named_arrays", "read_control_form",
+    "control_model_directory", "load_control_policy", "make_control_policy", "named_arrays", "read_control_form",
     "save_control_policy", "with_named_arrays",
 ]  # fmt: skip
 

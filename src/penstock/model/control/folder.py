@@ -57,11 +57,24 @@ def save_control_policy(folder: str | Path, policy: ControlPolicy, config: Contr
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
+def control_model_directory(checkpoint: Path | str) -> Path:
+    """Where a control policy lies: the directory itself, or ``model/`` inside a training checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    root = Path(checkpoint)
+    found = next((path for path in (root, root / "model") if (path / "config.json").is_file()), None)
+    if found is None:
+        raise CheckpointError(f"{checkpoint} holds no config.json, nor does its model/: give a checkpoint directory")
+    return found
+
+
 def load_control_policy(folder: str | Path, module: str | None = None) -> ControlPolicy:
-    """Reads a folder that `save_control_policy` wrote; the policy carries its config and spaces.
+    """Reads a folder that `save_control_policy` wrote, or a run's checkpoint; the policy carries its config and spaces.
 
     Args:
-        folder: Its path.
+        folder: Its path, or that of a training checkpoint, whose ``model/`` it is.
         module: What makes the network where it is one's own, as `ControlModelConfig.module`; unused where it is not.
 
     Raises:
@@ -69,7 +82,7 @@ def load_control_policy(folder: str | Path, module: str | None = None) -> Contro
             one's own, and `module` is None.
         SchemaVersionError: a newer Penstock wrote it.
     """
-    folder = Path(folder)
+    folder = control_model_directory(folder)
     config, spaces = read_control_form(folder)
     if config.module is not None:
         if module is None:

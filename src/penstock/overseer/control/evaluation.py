@@ -30,7 +30,7 @@ from penstock.fleet import JaxPolicyRunner, RecordingPool, RolloutWorker, Simula
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.steps import StepBatch
 from penstock.fleet.video import MOST_WAITING_BYTES, VideoWriter, require_film_packages
-from penstock.model.control import ControlPolicy, load_control_policy
+from penstock.model.control import ControlPolicy, control_model_directory, load_control_policy
 from penstock.overseer.control.evaluator import play_episodes
 from penstock.overseer.control.policies import make_evaluation_runner
 from penstock.overseer.control.simulators import EVALUATOR_ID, evaluation_fleet, open_evaluation_pool, start_pool
@@ -38,7 +38,6 @@ from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.evaluation_report import Estimate
 from penstock.rundir.storage import check_place
 from penstock.types import (
-    CheckpointError,
     ConfigError,
     NoProgressError,
     PenstockError,
@@ -192,19 +191,6 @@ def evaluate_fleet(
     if video_dir is None:
         return report
     return replace(report, videos=film_episodes(policy, config, video_dir))
-
-
-def control_model_directory(checkpoint: Path | str) -> Path:
-    """Where a control policy lies: the directory itself, or ``model/`` inside a training checkpoint.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    root = Path(checkpoint)
-    found = next((path for path in (root, root / "model") if (path / "config.json").is_file()), None)
-    if found is None:
-        raise CheckpointError(f"{checkpoint} holds no config.json, nor does its model/: give a checkpoint directory")
-    return found
 
 
 def _chosen(config: FleetRunConfig, tasks: Sequence[str] | None) -> FleetRunConfig:
