@@ -201,7 +201,7 @@ def test_what_is_prepared_is_gae_for_the_young_and_vtrace_for_the_old(policy):
     config = PpoConfig(vtrace=VTraceConfig(beyond_staleness=1), normalize_advantages="none", reward_scale=0.5)
     learner = ControlLearner(policy, config, 9)
     learner._step = 7  # noqa: SLF001 - so that versions differ
-    steps, summary = preparer(config)(policy, learner._arrays(fragments))  # noqa: SLF001
+    steps, summary = preparer(config)(policy, *learner._arrays(fragments))  # noqa: SLF001
     for column, fragment in enumerate(fragments):
         observations = {"": jnp.asarray(fragment.observations[""])}
         distribution, values, _ = policy.step(observations, {}, jnp.zeros(6, bool))
@@ -410,3 +410,46 @@ def test_a_checkpoint_without_the_reference_is_refused(policy, tmp_path):
     config = SMALL.model_copy(update={"reference_kl": ReferenceKlConfig()})
     with pytest.raises(CheckpointError, match="has no reference policy"):
         restore_control_learner(checkpoint, config, 9)
+
+
+def test_rewards_are_scaled_by_the_returns_seen_so_far(policy):
+    """Rewards of 100 a step: returns inside fragments of six steps without an end, γ = 0.5."""
+    config = SMALL.model_copy(update={"reward_scale": "auto", "discount": 0.5})
+    fragments = [replace(make_fragment(policy, 6, seed, 0), rewards=np.full(6, 100, np.float32)) for seed in (0, 1)]
+    learner = ControlLearner(policy, config, 9)
+    metrics = learner.update(make_batch(fragments, 0), 0)
+    returns = np.array([200 * (1 - 0.5**left) for left in range(1, 7)])
+    assert metrics["train/reward_scale"] == pytest.approx(1 / np.sqrt(np.mean(returns**2)), rel=1e-6)
+    again = ControlLearner(learner.policy, config, 9)
+    again.restore_arrays(learner.state_arrays())
+    ended = [replace(make_fragment(learner.policy, 6, 2, 1), rewards=np.zeros(6, np.float32))]
+    for each in (learner, again):
+        metrics = each.update(make_batch(ended, 1), 1)
+        scale = 1 / np.sqrt(2 * np.sum(returns**2) / 18)
+        assert metrics["train/reward_scale"] == pytest.approx(scale, rel=1e-6), "those of before count on"
+    assert changed(learner.policy, again.policy) == set()
+
+
+def test_a_return_ends_with_its_episode_and_nothing_is_scaled_before_there_is_any(policy):
+    config = SMALL.model_copy(update={"reward_scale": "auto", "discount": 1.0})
+    fragment = make_fragment(policy, 4, 0, 0, ends={1: "terminated"})
+    none = ControlLearner(policy, config, 9)
+    silent = replace(fragment, rewards=np.zeros(4, np.float32))
+    assert none.update(make_batch([silent], 0), 0)["train/reward_scale"] == 1.0
+    paid = replace(fragment, rewards=np.float32([1, 2, 3, 4]))
+    metrics = ControlLearner(policy, config, 9).update(make_batch([paid], 0), 0)
+    assert metrics["train/reward_scale"] == pytest.approx(1 / np.sqrt((3**2 + 2**2 + 7**2 + 4**2) / 4), rel=1e-6)
+    faulty = with_fault(paid, 3)
+    metrics = ControlLearner(policy, config, 9).update(make_batch([faulty], 0), 0)
+    assert metrics["train/reward_scale"] == pytest.approx(1 / np.sqrt((3**2 + 2**2 + 3**2) / 3), rel=1e-6)
+    assert "train/reward_scale" not in ControlLearner(policy, SMALL, 9).update(make_batch([paid], 0), 0)
+
+
+def test_a_scale_by_returns_gives_what_that_number_gives(policy):
+    config = SMALL.model_copy(update={"reward_scale": "auto"})
+    fragments = make_fragments(policy, 4, 6)
+    learner = ControlLearner(policy, config, 9)
+    scale = learner.update(make_batch(fragments, 0), 0)["train/reward_scale"]
+    fixed = ControlLearner(policy, SMALL.model_copy(update={"reward_scale": scale}), 9)
+    fixed.update(make_batch(fragments, 0), 0)
+    assert changed(learner.policy, fixed.policy) == set() and "squared_returns" not in fixed.state_arrays()

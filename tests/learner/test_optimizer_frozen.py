@@ -129,7 +129,7 @@ def test_the_optimiser_step_of_a_control_policy_saves_the_products_of_what_is_fr
 
     def cost(frozen: tuple[str, ...]) -> float:
         config = PpoConfig(optimizer=ControlOptimizerConfig(frozen=frozen))
-        steps = jax.eval_shape(preparer(config), policy, arrays).steps
+        steps = jax.eval_shape(preparer(config), policy, arrays, 1.0).steps
         columns, scalar = np.zeros(16, np.int32), np.float32(0)
         state = initial_state(config.optimizer, policy)
         lowered = optimiser(config, False).lower(

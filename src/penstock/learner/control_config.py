@@ -3,7 +3,7 @@
 What PPO minimises, and what is masked where, is in docs/learner.md.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -97,6 +97,8 @@ class PpoConfig(FrozenConfig, frozen=True):
         gae_lambda: λ of GAE and of V-trace.
         reward_scale: Rewards are multiplied by this for the learner alone, so that returns come to some ones or tens:
             else the loss of values drowns that of the policy. Values are in these units, statistics in the simulator's.
+            ``auto``: by the inverse root mean square of the discounted returns inside all fragments so far, those of
+            the update included.
         clip: The ratio is clipped at 1 ± this.
         dual_clip: Lower bound of the surrogate where the advantage is negative, as a multiple of it; None: unbounded.
         value_clip: Values may move by this much in an update before their gradient ends; it is in the units of
@@ -122,7 +124,7 @@ class PpoConfig(FrozenConfig, frozen=True):
 
     discount: float = Field(default=0.99, ge=0, le=1)
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    reward_scale: float = Field(default=1.0, gt=0)
+    reward_scale: Annotated[float, Field(gt=0)] | Literal["auto"] = 1.0
     clip: float = Field(default=0.2, gt=0, lt=1)
     dual_clip: float | None = Field(default=None, gt=1)
     value_clip: float | None = Field(default=None, gt=0)

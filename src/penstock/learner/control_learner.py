@@ -35,6 +35,7 @@ from penstock.learner.control_step import (
     Summary,
     blank_arrays,
     minibatch_columns,
+    squared_returns,
     stack_fragments,
 )
 from penstock.learner.metrics import finite_only, rate_metrics
@@ -212,6 +213,7 @@ def _share(part: Any, whole: Any) -> float:
 
 
 _COUNTERS = ("step", "skipped_in_a_row", "fragment_steps")
+_RETURNS = "squared_returns"
 
 
 class ControlLearner:
@@ -237,6 +239,7 @@ class ControlLearner:
         self._step = 0
         self._skipped_in_a_row = 0
         self._fragment_steps = 0
+        self._returns = np.zeros(2)  # sum of squares and number of those that `reward_scale: auto` goes by
         self._state = initial_state(config.optimizer, policy)
         self._start_state = {name: np.asarray(array) for name, array in policy.initial_state(1).items()}
         if config.burn_in and not self._start_state:
@@ -283,13 +286,13 @@ class ControlLearner:
         blank = fragments % minibatches > 0
         shape = BatchShape(self._fragment_steps, fragments + blank, FEWEST_FINALS)
         arrays = blank_arrays(shape, self._reading())
-        steps = jax.eval_shape(self._prepare, self._policy, arrays).steps
+        steps = jax.eval_shape(self._prepare, self._policy, arrays, np.float32(1)).steps
         columns = np.zeros(-(-fragments // minibatches), np.int32)
         batch, rate = compiled.Minibatches(arrays, steps), np.float32(0)
         optimised = self._policy, self._state, self._reference.policy, batch, columns, rate, rate
         programs = {
             "minibatch": lambda: self._optimise.lower(*optimised).compile(),
-            "advantages": lambda: self._prepare.lower(self._policy, arrays).compile(),
+            "advantages": lambda: self._prepare.lower(self._policy, arrays, rate).compile(),
         }
         if (statistics := self._policy.statistics) is not None:
             seen = statistics, arrays.observations, arrays.counted
@@ -315,9 +318,9 @@ class ControlLearner:
         """
         fragments = self._fragments(batch, version_step)
         started = time.perf_counter()
-        arrays = self._arrays(fragments)
+        arrays, scale = self._arrays(fragments)
         placed = time.perf_counter()
-        steps, summary = self._prepare(self._policy, arrays)
+        steps, summary = self._prepare(self._policy, arrays, np.float32(scale))
         summary = jax.device_get(summary)
         check_fleet_mismatch(summary, self._config.mismatch_limit, self._step)
         prepared = time.perf_counter()
@@ -339,12 +342,15 @@ class ControlLearner:
         }
         if self._config.reference_kl is not None:
             metrics["train/reference_kl_coefficient"] = kl_coefficient
+        if self._config.reward_scale == "auto":
+            metrics["train/reward_scale"] = scale
         return finite_only(batch_summary_metrics(summary), optimisation_metrics(outcomes), metrics)
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Everything but the parameters, by name, as a checkpoint keeps it."""
         counters = {name: np.array(getattr(self, f"_{name}"), np.int64) for name in _COUNTERS}
-        return to_named(self._state) | self._reference.state_arrays() | counters
+        returns = {_RETURNS: self._returns.copy()} if self._config.reward_scale == "auto" else {}
+        return to_named(self._state) | self._reference.state_arrays() | counters | returns
 
     def restore_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Takes `state_arrays` back; the parameters are those the learner was made with.
@@ -355,6 +361,7 @@ class ControlLearner:
         rest = dict(arrays)
         for name in _COUNTERS:
             setattr(self, f"_{name}", int(rest.pop(name, np.array(0))))
+        self._returns = np.array(rest.pop(_RETURNS, np.zeros(2)), np.float64)
         rest = self._reference.restore(rest, self._step, self._policy)
         self._state = from_named(self._state, rest, self._config.optimizer.frozen)
 
@@ -394,12 +401,20 @@ class ControlLearner:
         beyond = self._config.vtrace.beyond_staleness
         return FragmentReadOptions(self._policy.spaces, self._start_state, self._step, beyond)
 
-    def _arrays(self, fragments: Sequence[SampleFragment]) -> FragmentArrays:
-        """The batch on the device."""
+    def _arrays(self, fragments: Sequence[SampleFragment]) -> tuple[FragmentArrays, float]:
+        """The batch on the device, and what its rewards are multiplied by."""
         shape = BatchShape.holding(fragments, self._config.minibatches, self._fragment_steps)
         self._check_burn_in(shape.steps)
         self._fragment_steps = shape.steps
-        return jax.device_put(stack_fragments(fragments, shape, self._reading()))
+        arrays = stack_fragments(fragments, shape, self._reading())
+        return jax.device_put(arrays), self._reward_scale(arrays)
+
+    def _reward_scale(self, arrays: FragmentArrays) -> float:
+        if self._config.reward_scale != "auto":
+            return self._config.reward_scale
+        self._returns = self._returns + squared_returns(arrays, self._config.discount)
+        squares, count = self._returns
+        return float(np.sqrt(count / squares)) if squares > 0 else 1.0
 
     def _optimisation(self, batch: compiled.Minibatches, count: int, rate: float) -> list[compiled.MinibatchResult]:
         """All optimiser steps; what came of each, on the host."""

@@ -202,6 +202,22 @@ def blank_arrays(shape: BatchShape, reading: FragmentReadOptions) -> FragmentArr
     )
 
 
+def squared_returns(arrays: FragmentArrays, discount: float) -> tuple[float, int]:
+    """Sum of the squares of the discounted returns of all counted steps, and how many these are.
+
+    A return ends with its episode or its fragment, and knows no value: what comes after is not guessed.
+
+    Args:
+        arrays: A batch in host memory.
+        discount: γ.
+    """
+    following, squares = np.zeros(arrays.rewards.shape[1]), 0.0
+    for step in reversed(range(len(arrays.rewards))):
+        following = arrays.rewards[step] + discount * np.where(arrays.first[step + 1], 0.0, following)
+        squares += float(np.sum(following[arrays.counted[step]] ** 2))
+    return squares, int(arrays.counted.sum())
+
+
 def minibatch_columns(count: int, minibatches: int, blank: int, rng: np.random.Generator) -> np.ndarray:
     """Which fragments each minibatch of one epoch takes: a random partition, as even as it can be.
 
@@ -350,7 +366,7 @@ class MinibatchResult(NamedTuple):
 
 @cache
 def preparer(config: PpoConfig) -> Any:
-    """Compiled `prepare`: (policy, arrays) -> `PreparedBatch`."""
+    """Compiled `prepare`: (policy, arrays, reward scale) -> `PreparedBatch`."""
     return jax.jit(partial(prepare, config))
 
 
@@ -366,13 +382,15 @@ def observer() -> Any:
     return jax.jit(ObservationStatistics.with_steps)
 
 
-def prepare(config: PpoConfig, policy: ControlPolicy, arrays: FragmentArrays) -> PreparedBatch:
+def prepare(
+    config: PpoConfig, policy: ControlPolicy, arrays: FragmentArrays, reward_scale: Float32[Array, ""]
+) -> PreparedBatch:
     """Values, advantages and log-probabilities before the update."""
     distribution, values, states = policy.unroll(arrays.observations, arrays.first, arrays.initial_state)
     logprobs = _without_last(distribution).log_prob(arrays.actions)
     following = _next_values(policy, arrays, values, states)
     log_ratio = jnp.where(arrays.counted, logprobs - arrays.logprobs, 0.0)
-    rewards = arrays.rewards * config.reward_scale
+    rewards = arrays.rewards * reward_scale
     chain = StepChain(rewards, values[:-1], following, arrays.terminated, arrays.truncated, arrays.counted)
     ratio = jnp.exp(log_ratio)
     estimates = _estimates(config, chain, ratio, arrays.old)

@@ -93,6 +93,7 @@ def test_returns_beyond_what_values_learn_from_name_the_scale_that_brings_them_t
 
     assert large_returns(results(-1200.0), 1.0) == large_returns(results(2e6), 1e-5) == []
     (words,) = large_returns(results(-2.5e6), 1.0)
-    assert "return is -2.5e+06" in words and words.endswith("set learner.reward_scale=1e-05")
+    assert "return is -2.5e+06" in words and words.endswith("set learner.reward_scale=auto, or 1e-05")
     (words,) = large_returns(results(3e7), 0.01)
-    assert words.endswith("set learner.reward_scale=1e-06")
+    assert words.endswith("set learner.reward_scale=auto, or 1e-06")
+    assert large_returns(results(3e7), "auto") == []

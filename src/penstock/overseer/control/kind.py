@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Literal, Self, final
 
 from penstock.learner import ControlLearner, load_checkpoint
 from penstock.model.control import read_control_form
@@ -284,8 +284,10 @@ def actions_out_of_reach(spaces: Spaces, std: float) -> list[str]:
     return found
 
 
-def large_returns(results: Results, reward_scale: float) -> list[str]:
+def large_returns(results: Results, reward_scale: float | Literal["auto"]) -> list[str]:
     """Of each task whose returns drown the policy's loss in that of the values, what to set."""
+    if reward_scale == "auto":
+        return []
     found = []
     for task, stats in results.items():
         scaled = abs(stats.reward_mean) * reward_scale
@@ -293,7 +295,7 @@ def large_returns(results: Results, reward_scale: float) -> list[str]:
             fits = reward_scale * 10.0 ** -math.floor(math.log10(scaled) - 1)
             found.append(
                 f"task {task}: the untrained policy's return is {stats.reward_mean:.3g}; returns of some ones or tens "
-                f"are learned from best: set learner.reward_scale={fits:g}"
+                f"are learned from best: set learner.reward_scale=auto, or {fits:g}"
             )
     return found
 
