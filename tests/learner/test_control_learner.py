@@ -201,7 +201,7 @@ def test_what_is_prepared_is_gae_for_the_young_and_vtrace_for_the_old(policy):
     config = PpoConfig(vtrace=VTraceConfig(beyond_staleness=1), normalize_advantages="none", reward_scale=0.5)
     learner = ControlLearner(policy, config, 9)
     learner._step = 7  # noqa: SLF001 - so that versions differ
-    steps, summary = preparer(config)(policy, *learner._arrays(fragments))  # noqa: SLF001
+    steps, summary = preparer(config)(policy, learner._arrays(fragments), 0.5)  # noqa: SLF001
     for column, fragment in enumerate(fragments):
         observations = {"": jnp.asarray(fragment.observations[""])}
         distribution, values, _ = policy.step(observations, {}, jnp.zeros(6, bool))
@@ -343,8 +343,9 @@ def test_a_batch_without_a_trainable_step_changes_nothing(policy, values_only):
     assert undefined.isdisjoint(metrics)
 
 
-def test_a_minibatch_without_a_trainable_step_is_as_if_it_were_not_there(policy):
+def test_a_minibatch_without_a_trainable_step_is_as_if_it_were_not_there():
     """Of two fragments in two minibatches one is faulty: each epoch is one optimiser step, on the other."""
+    policy = make_policy("gru")
     good, bad = make_fragments(policy, 2, 6)
     config = SMALL.model_copy(update={"optimizer": RESTLESS, "minibatches": 1})
     alone, beside = (
@@ -453,3 +454,32 @@ def test_a_scale_by_returns_gives_what_that_number_gives(policy):
     fixed = ControlLearner(policy, SMALL.model_copy(update={"reward_scale": scale}), 9)
     fixed.update(make_batch(fragments, 0), 0)
     assert changed(learner.policy, fixed.policy) == set() and "squared_returns" not in fixed.state_arrays()
+
+
+def test_steps_of_one_minibatch_are_what_whole_fragments_are(policy):
+    """One minibatch holds every step that counts, in whatever order; faults and padding take no part."""
+    fragments = [*make_fragments(policy, 3, 6), with_fault(make_fragment(policy, 4, 9), 2)]
+    config = SMALL.model_copy(update={"epochs": 1, "minibatches": 1, "normalize_advantages": "none"})
+    one, other = (ControlLearner(policy, config, 9, seed=seed) for seed in (1, 2))
+    metrics = [learner.update(make_batch(fragments), 0) for learner in (one, other)]
+    for name, array in arrays_of(one).items():
+        np.testing.assert_allclose(array, arrays_of(other)[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    arrays = one._arrays(fragments)  # noqa: SLF001
+    steps = preparer(config)(policy, arrays, 1.0).steps
+    counted = arrays.counted
+    assert counted.sum() == 3 * 6 + 3
+    observations = {"": jnp.asarray(arrays.observations[""][:-1][counted])}
+    entropy = policy.step(observations, {}, jnp.zeros(21, bool))[0].entropy().mean()
+    assert metrics[0]["train/entropy"] == pytest.approx(float(entropy), rel=1e-5)
+    errors = np.asarray(steps.targets)[counted] - np.asarray(policy.step(observations, {}, jnp.zeros(21, bool))[1])
+    assert metrics[0]["train/value_loss"] == pytest.approx(0.5 * np.mean(errors**2), rel=1e-4)
+
+
+def test_more_minibatches_than_fragments_are_each_an_optimiser_step(policy):
+    config = SMALL.model_copy(update={"epochs": 1, "minibatches": 5})
+    metrics = ControlLearner(policy, config, 9).update(make_batch(make_fragments(policy, 2, 6)), 0)
+    assert metrics["train/optimizer_steps"] == 5 and metrics["train/empty_minibatches"] == 0
+    metrics = ControlLearner(make_policy("gru"), config, 9).update(
+        make_batch(make_fragments(make_policy("gru"), 2, 6)), 0
+    )
+    assert metrics["train/optimizer_steps"] == 2

@@ -11,6 +11,7 @@ from penstock.learner.control_step import (
     FragmentReadOptions,
     blank_arrays,
     minibatch_columns,
+    minibatch_steps,
     stack_fragments,
 )
 from penstock.types import InvalidRolloutError, LeafSpace, SampleFragment, Spaces
@@ -139,6 +140,17 @@ def test_a_fragment_of_another_policy_is_named(policy):
 def test_blank_arrays_count_nothing():
     arrays = blank_arrays(BatchShape(3, 2, 16), reading())
     assert not arrays.counted.any() and (arrays.final_steps == 3).all()
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 9), st.integers(0, 5))
+def test_minibatches_of_steps_are_an_even_partition_of_those_that_count(steps, fragments, minibatches, seed):
+    counted = np.random.default_rng(seed).random((steps, fragments)) < 0.7
+    chosen = minibatch_steps(counted, minibatches, np.random.default_rng(seed))
+    real = [row[row < counted.size] for row in chosen]
+    assert sorted(np.concatenate(real)) == list(np.flatnonzero(counted))
+    assert max(map(len, real)) - min(map(len, real)) <= 1 and chosen.shape[0] == minibatches
+    assert set(chosen[chosen >= counted.size]) <= {(steps + 1) * fragments}, "none of the observations either"
+    np.testing.assert_array_equal(chosen, minibatch_steps(counted, minibatches, np.random.default_rng(seed)))
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 5))

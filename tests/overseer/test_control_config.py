@@ -78,9 +78,9 @@ def test_a_file_with_a_fleet_is_a_fleet_run():
             "evaluation.simulators is 1, and fleet.tasks are 2: every task needs one; set at least 2",
         ),
         (
-            {"learner": {"minibatches": 5}},
-            "learner.minibatches is 5, and replay.fragments_per_batch is 4: minibatches hold whole fragments; lower "
-            "the one or raise the other",
+            {"model": {"memory": "gru"}, "learner": {"minibatches": 5}},
+            "learner.minibatches is 5, and replay.fragments_per_batch is 4: minibatches of a policy with memory hold "
+            "whole fragments; lower the one or raise the other",
         ),
         (
             {"learner": {"burn_in": 2}},

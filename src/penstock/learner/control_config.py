@@ -104,7 +104,8 @@ class PpoConfig(FrozenConfig, frozen=True):
         value_clip: Values may move by this much in an update before their gradient ends; it is in the units of
             scaled returns. None: not clipped.
         epochs: How often an update goes through its batch.
-        minibatches: Optimiser steps per epoch; each takes whole fragments.
+        minibatches: Optimiser steps per epoch; each takes steps drawn from all fragments, or whole fragments where the
+            policy has memory.
         normalize_advantages: To mean 0 and deviation 1 over the trained steps of a ``minibatch`` or of the ``batch``.
         entropy_coefficient: Of the entropy bonus.
         value_coefficient: Of the value loss.

@@ -1,7 +1,7 @@
 """The learner of control policies: fragments in, epochs of PPO's optimiser steps out, with the numbers of each update.
 
-It holds the parameters, the optimiser's state, the step, and the reference of a KL penalty; what is drawn (which
-fragments share a minibatch) follows from seed and step alone. Each update looks at the whole batch first, compares
+It holds the parameters, the optimiser's state, the step, and the reference of a KL penalty; what is drawn (which steps
+or fragments share a minibatch) follows from seed and step alone. Each update looks at the whole batch first, compares
 log-probabilities with the fleet's, and only then takes optimiser steps, waiting for each, so that a policy on the same
 device gets its turns. Parameters that were handed out are never donated. One thread at a time.
 
@@ -12,9 +12,10 @@ A metric that is undefined for a batch or not finite is left out, never zero.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from penstock.learner.control_step import (
     Summary,
     blank_arrays,
     minibatch_columns,
+    minibatch_steps,
     squared_returns,
     stack_fragments,
 )
@@ -282,14 +284,13 @@ class ControlLearner:
         self._check_burn_in(fragment_length)
         config = self._config
         self._fragment_steps = max(self._fragment_steps, fragment_length)
-        minibatches = min(config.minibatches, fragments)
-        blank = fragments % minibatches > 0
-        shape = BatchShape(self._fragment_steps, fragments + blank, FEWEST_FINALS)
+        minibatches = min(config.minibatches, fragments) if self._start_state else 1
+        shape = BatchShape(self._fragment_steps, fragments + (fragments % minibatches > 0), FEWEST_FINALS)
         arrays = blank_arrays(shape, self._reading())
         steps = jax.eval_shape(self._prepare, self._policy, arrays, np.float32(1)).steps
-        columns = np.zeros(-(-fragments // minibatches), np.int32)
+        chosen = self._minibatches(arrays, fragments, np.random.default_rng(0))[0]
         batch, rate = compiled.Minibatches(arrays, steps), np.float32(0)
-        optimised = self._policy, self._state, self._reference.policy, batch, columns, rate, rate
+        optimised = self._policy, self._state, self._reference.policy, batch, chosen, rate, rate
         programs = {
             "minibatch": lambda: self._optimise.lower(*optimised).compile(),
             "advantages": lambda: self._prepare.lower(self._policy, arrays, rate).compile(),
@@ -318,14 +319,16 @@ class ControlLearner:
         """
         fragments = self._fragments(batch, version_step)
         started = time.perf_counter()
-        arrays, scale = self._arrays(fragments)
+        arrays = self._arrays(fragments)
+        minibatches = partial(self._minibatches, arrays, len(fragments))
+        scale, arrays = self._reward_scale(arrays), jax.device_put(arrays)
         placed = time.perf_counter()
         steps, summary = self._prepare(self._policy, arrays, np.float32(scale))
         summary = jax.device_get(summary)
         check_fleet_mismatch(summary, self._config.mismatch_limit, self._step)
         prepared = time.perf_counter()
         rate = self._config.optimizer.rate_at(self._step, self._total_steps)
-        outcomes = self._optimisation(compiled.Minibatches(arrays, steps), len(fragments), rate)
+        outcomes = self._optimisation(compiled.Minibatches(arrays, steps), minibatches, rate)
         self._observe(arrays)
         ended = time.perf_counter()
         kl_coefficient = self._reference.coefficient(self._step)
@@ -401,32 +404,41 @@ class ControlLearner:
         beyond = self._config.vtrace.beyond_staleness
         return FragmentReadOptions(self._policy.spaces, self._start_state, self._step, beyond)
 
-    def _arrays(self, fragments: Sequence[SampleFragment]) -> tuple[FragmentArrays, float]:
-        """The batch on the device, and what its rewards are multiplied by."""
-        shape = BatchShape.holding(fragments, self._config.minibatches, self._fragment_steps)
+    def _arrays(self, fragments: Sequence[SampleFragment]) -> FragmentArrays:
+        """The batch, in host memory."""
+        whole = self._config.minibatches if self._start_state else 1
+        shape = BatchShape.holding(fragments, whole, self._fragment_steps)
         self._check_burn_in(shape.steps)
         self._fragment_steps = shape.steps
-        arrays = stack_fragments(fragments, shape, self._reading())
-        return jax.device_put(arrays), self._reward_scale(arrays)
+        return stack_fragments(fragments, shape, self._reading())
+
+    def _minibatches(self, arrays: FragmentArrays, count: int, rng: np.random.Generator) -> np.ndarray:
+        """Of one epoch: steps, or of a policy with memory the columns of `count` fragments."""
+        if self._start_state:
+            return minibatch_columns(count, self._config.minibatches, count, rng)
+        return minibatch_steps(arrays.counted, self._config.minibatches, rng)
 
     def _reward_scale(self, arrays: FragmentArrays) -> float:
+        """What the rewards of an update are multiplied by."""
         if self._config.reward_scale != "auto":
             return self._config.reward_scale
         self._returns = self._returns + squared_returns(arrays, self._config.discount)
         squares, count = self._returns
         return float(np.sqrt(count / squares)) if squares > 0 else 1.0
 
-    def _optimisation(self, batch: compiled.Minibatches, count: int, rate: float) -> list[compiled.MinibatchResult]:
-        """All optimiser steps; what came of each, on the host."""
+    def _optimisation(
+        self, batch: compiled.Minibatches, minibatches: Callable[[np.random.Generator], np.ndarray], rate: float
+    ) -> list[compiled.MinibatchResult]:
+        """All optimiser steps, on an epoch's minibatches drawn anew for each; what came of each, on the host."""
         config, optimise = self._config, self._optimise
         rng = generator(fold(self._seed, "minibatches", self._step))
         scalars = np.float32(rate), np.float32(self._reference.coefficient(self._step))
         outcomes: list[compiled.MinibatchResult] = []
         for _ in range(config.epochs):
             epoch: list[compiled.MinibatchResult] = []
-            for columns in minibatch_columns(count, config.minibatches, count, rng):
+            for chosen in minibatches(rng):
                 self._policy, self._state, outcome = optimise(
-                    self._policy, self._state, self._reference.policy, batch, columns, *scalars
+                    self._policy, self._state, self._reference.policy, batch, chosen, *scalars
                 )
                 epoch.append(jax.device_get(outcome))  # waits, so that a policy here gets its turns
             outcomes += epoch

@@ -1,9 +1,10 @@
 """The compiled functions of a control policy's update, and the arrays that they take.
 
 `prepare` looks at the whole batch once under the parameters that the update begins with: values, log-probabilities,
-advantages, and how far the fleet's log-probabilities are from them. `optimise` takes some fragments' columns and does
-one step. Both see few shapes and are compiled once for each; learners of equal configuration share them.
-Parameters are never donated, because a fleet may be reading them; the optimiser's state is.
+advantages, and how far the fleet's log-probabilities are from them. `optimise` does one optimiser step on a minibatch:
+steps drawn from all fragments, or whole fragments where the policy has memory, which is then unrolled. Both see few
+shapes and are compiled once for each; learners of equal configuration share them. Parameters are never donated, because
+a fleet may be reading them; the optimiser's state is.
 
 Fragments lie side by side, [T, B, …], in few different shapes. Shorter fragments are padded at their end. Final
 observations are packed, [K, …] with the step and fragment that each belongs to, and only where a value is bootstrapped
@@ -202,6 +203,25 @@ def blank_arrays(shape: BatchShape, reading: FragmentReadOptions) -> FragmentArr
     )
 
 
+def minibatch_steps(counted: np.ndarray, minibatches: int, rng: np.random.Generator) -> np.ndarray:
+    """Which steps each minibatch of one epoch takes: a random partition of those that count, as even as it can be.
+
+    Args:
+        counted: bool [T, B].
+        minibatches: How many; with fewer steps than that some are empty.
+        rng: Shuffles the steps.
+
+    Returns:
+        int32 [minibatches, ceil(T · B / minibatches)], indices of t · B + b; (T + 1) · B, which is none even of the
+        observations, behind the last.
+    """
+    none = counted.size + counted.shape[1]
+    chosen = np.full((minibatches, -(-counted.size // minibatches)), none, np.int32)
+    for row, part in zip(chosen, np.array_split(rng.permutation(np.flatnonzero(counted)), minibatches), strict=True):
+        row[: len(part)] = part
+    return chosen
+
+
 def squared_returns(arrays: FragmentArrays, discount: float) -> tuple[float, int]:
     """Sum of the squares of the discounted returns of all counted steps, and how many these are.
 
@@ -372,7 +392,7 @@ def preparer(config: PpoConfig) -> Any:
 
 @cache
 def optimiser(config: PpoConfig, values_only: bool) -> Any:
-    """Compiled `optimise`: (policy, state, reference, minibatches, columns, rate, β); `state` is donated."""
+    """Compiled `optimise`: (policy, state, reference, minibatches, chosen, rate, β); `state` is donated."""
     return jax.jit(partial(optimise, config, values_only), donate_argnums=1)
 
 
@@ -414,11 +434,11 @@ def optimise(
     state: OptimizerState,
     reference: ControlPolicy | None,
     minibatches: Minibatches,
-    columns: Int32[Array, " fragments"],
+    chosen: Int32[Array, " m"],
     rate: Float32[Array, ""],
     kl_coefficient: Float32[Array, ""],
 ) -> tuple[ControlPolicy, OptimizerState, MinibatchResult]:
-    """One optimiser step on some fragments; none where the loss or its gradient is not finite, or no step is trained.
+    """One optimiser step on a minibatch; none where the loss or its gradient is not finite, or no step is trained.
 
     A gradient of 0 is no reason to stay: momentum and weight decay would move the parameters all the same.
 
@@ -429,11 +449,11 @@ def optimise(
         state: The optimiser's state; donated.
         reference: Of the KL penalty; None without.
         minibatches: The whole batch.
-        columns: int32 [m], indices of the fragments of this minibatch.
+        chosen: Of this minibatch, a row of `minibatch_steps`; with memory of `minibatch_columns`.
         rate: Learning rate of this step, a scalar.
         kl_coefficient: β.
     """
-    part = _columns(minibatches, columns)
+    part = _columns(minibatches, chosen) if minibatches.arrays.initial_state else _steps(minibatches, chosen)
     flat = jax.tree.map(lambda array: array[config.burn_in :].reshape(-1), part.steps)
     reference_distribution = None if reference is None else _unrolled(config, reference, part.arrays)[0]
 
@@ -454,6 +474,18 @@ def optimise(
     empty = ~jnp.any(flat.trained)
     kept = partial(jax.tree.map, partial(jnp.where, empty))
     return kept(policy, updated), kept(state, advanced), MinibatchResult(terms, applied, empty)
+
+
+def _steps(minibatches: Minibatches, chosen: Array) -> Minibatches:
+    """Those steps alone, side by side, [1, m]; where there is none, all is zero and nothing is trained."""
+    arrays = minibatches.arrays
+
+    def taken(array: Array) -> Array:
+        return jnp.take(array.reshape(-1, *array.shape[2:]), chosen, axis=0, mode="fill", fill_value=0)[None]
+
+    observations, actions, steps = jax.tree.map(taken, (arrays.observations, arrays.actions, minibatches.steps))
+    first = jnp.zeros((1, len(chosen)), bool)
+    return Minibatches(arrays._replace(observations=observations, first=first, actions=actions), steps)
 
 
 def _next_values(policy: ControlPolicy, arrays: FragmentArrays, values: Array, states: Any) -> Array:

@@ -114,10 +114,10 @@ class FleetRunConfig(BaseModel):
 
     def _check_learner(self) -> None:
         learner, length, batch = self.learner, self.fleet.fragment_length, self.replay.fragments_per_batch
-        if learner.minibatches > batch:
+        if learner.minibatches > batch and self.model.memory != "none":
             raise ValueError(
                 f"learner.minibatches is {learner.minibatches}, and replay.fragments_per_batch is {batch}: minibatches "
-                "hold whole fragments; lower the one or raise the other"
+                "of a policy with memory hold whole fragments; lower the one or raise the other"
             )
         if learner.burn_in and self.model.memory == "none" and self.model.module is None:
             raise ValueError(
