@@ -230,6 +230,8 @@ def test_evaluations_during_the_run_and_offline_play_the_same_episodes(run_dir: 
     assert report.to_json()["tasks"]["guess"]["episodes"] == 4
     with pytest.raises(ConfigError, match="task 'chess' is not in the recipe: its tasks are guess"):
         evaluate_fleet(run_dir / "checkpoints" / "step-4", tiny(), ["chess"])
+    with pytest.raises(ConfigError, match="tasks is empty: name some; the tasks are guess"):
+        evaluate_fleet(run_dir / "checkpoints" / "step-4", tiny(), [])
     other = tiny({"fleet": {"tasks": {"guess": {"id": "CartPole-v1"}}}})
     with pytest.raises(ConfigError, match=r"for other observations or actions than guess have \(.*box float32 \[4\], "):
         evaluate_fleet(run_dir / "checkpoints" / "step-4", other)

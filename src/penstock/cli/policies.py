@@ -137,7 +137,7 @@ def evaluate(
         language = {"--generations": generations != 1, "--rollouts": rollouts, "--k": k, "--baseline": baseline}
         _refuse_given({name: bool(given) for name, given in language.items()}, "a language policy's")
         told = None if json else print_report  # before the first film
-        report = evaluate_fleet(checkpoint, config, lesson, n, video, told)
+        report = evaluate_fleet(checkpoint, config, lesson or None, n, video, told)
         if not json:
             from rich.console import Console
 
@@ -149,7 +149,7 @@ def evaluate(
         _refuse_given({"--video": video is not None}, "a control policy's")
         stamp = time.strftime("%Y%m%d-%H%M%S")
         path = rollouts or Path("evaluations") / f"{checkpoint.resolve().name}-{stamp}.parquet"
-        report = evaluate(checkpoint, config, lesson, n, generations, path, baseline, _ks(k))
+        report = evaluate(checkpoint, config, lesson or None, n, generations, path, baseline, _ks(k))
     print_report(report, json)
     return 0
 
@@ -211,7 +211,7 @@ def generate(
     stem = "served" if served else Path(source or recipe or "").resolve().stem
     path = out or Path("generated") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}.parquet"
     mode = "eval" if held_out else "train"
-    print(generate(source, config, path, lesson, n, mode, os.environ.get("PENSTOCK_TOKEN")))
+    print(generate(source, config, path, lesson or None, n, mode, os.environ.get("PENSTOCK_TOKEN")))
     return 0
 
 

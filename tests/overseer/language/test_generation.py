@@ -119,6 +119,8 @@ def test_held_out_prompts_are_others(tmp_path):
 def test_bad_input_is_found_before_a_model_is_loaded(tmp_path):
     with pytest.raises(ConfigError, match="lesson 'dogs' is not in the recipe: its lessons are cats"):
         generate(None, config(), tmp_path / "a.jsonl", ["dogs"])
+    with pytest.raises(ConfigError, match="lessons is empty: name some; the lessons are cats"):
+        generate(None, config(), tmp_path / "a.jsonl", [])
     with pytest.raises(ConfigError, match="ends in '.csv': it must be one of .parquet, .jsonl"):
         generate(None, config(), tmp_path / "a.csv")
     for n in (0, -1):

@@ -194,12 +194,13 @@ def evaluate_fleet(
 
 
 def _chosen(config: FleetRunConfig, tasks: Sequence[str] | None) -> FleetRunConfig:
-    known = config.fleet.tasks
-    unknown = [task for task in tasks or [] if task not in known]
-    if unknown:
-        raise ConfigError(f"task {unknown[0]!r} is not in the recipe: its tasks are {', '.join(known)}")
-    if not tasks:
+    if tasks is None:
         return config
+    known = config.fleet.tasks
+    unknown = [task for task in tasks if task not in known]
+    if unknown or not tasks:
+        what = f"task {unknown[0]!r} is not in the recipe: its" if unknown else "tasks is empty: name some; the"
+        raise ConfigError(f"{what} tasks are {', '.join(known)}")
     fleet = config.fleet.model_copy(update={"tasks": {task: known[task] for task in tasks}})
     return config.model_copy(update={"fleet": fleet})
 

@@ -18,7 +18,7 @@ from penstock.model.language import load_policy
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.evaluation_report import EvaluationReport, LessonReport
-from penstock.overseer.language.generation import check_count, version_of
+from penstock.overseer.language.generation import check_count, chosen_lessons, version_of
 from penstock.overseer.language.given import GivenEnvironment, GivenReward, take_objects
 from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_evaluation, write_parquet
@@ -75,7 +75,7 @@ def evaluate(
         raise ConfigError(f"config {config} trains a control policy: evaluate it by penstock.overseer.evaluate_fleet")
     given = take_objects(known, environment, reward)
     config = given.config
-    chosen = _chosen_lessons(config, lessons)
+    chosen = chosen_lessons(config, lessons)
     check_count(n)
     for k in ks or ():
         if not 1 <= k <= generations:
@@ -161,14 +161,6 @@ def _evaluated(
         return manager.evaluate_lesson(lesson_id, n, "report", step, n_generations=generations, label=label)
     except EnvironmentFailure as failure:
         raise EnvironmentFailure(f"lesson {lesson_id!r} has no result: {failure}") from failure
-
-
-def _chosen_lessons(config: RunConfig, lessons: Sequence[str] | None) -> list[str]:
-    known = list(config.curriculum.lessons)
-    unknown = [lesson_id for lesson_id in lessons or [] if lesson_id not in known]
-    if unknown:
-        raise ConfigError(f"lesson {unknown[0]!r} is not in the recipe: its lessons are {', '.join(known)}")
-    return list(lessons or known)
 
 
 def _write_rollouts(path: Path, found: Sequence[Found]) -> None:

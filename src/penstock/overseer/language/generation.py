@@ -92,17 +92,14 @@ def generate(
         raise ConfigError(f"config {config} trains a control policy: what it does is evaluated, and not generated")
     config, path = loaded, Path(path)
     check_count(n)
-    known = config.curriculum.lessons
-    unknown = [lesson_id for lesson_id in lessons or [] if lesson_id not in known]
-    if unknown:
-        raise ConfigError(f"lesson {unknown[0]!r} is not in the recipe: its lessons are {', '.join(known)}")
+    known, chosen = config.curriculum.lessons, chosen_lessons(config, lessons)
     if path.suffix not in FORMATS:
         raise ConfigError(f"--out {path} ends in {path.suffix!r}: it must be one of {', '.join(FORMATS)}")
     check_place(path, "--out")
     started = time.perf_counter()
     batches: dict[str, RolloutBatch] = {}
     with _manager(source, config, token) as manager:
-        for lesson_id in lessons or known:
+        for lesson_id in chosen:
             sampling, seed = known[lesson_id].sampling_params, fold(config.seed, "generate", lesson_id)
             prompts = sampling.n_prompts if n is None else n
             batches[lesson_id], _ = manager.sample_batch(
@@ -122,6 +119,22 @@ def check_count(n: int | None) -> None:
     """
     if n is not None and n < 1:
         raise ConfigError(f"n is {n}: give at least 1 prompt per lesson, or leave it out for what the recipe says")
+
+
+def chosen_lessons(config: RunConfig, lessons: Sequence[str] | None) -> list[str]:
+    """The ids of the lessons that are asked for; all of the recipe by default.
+
+    Raises:
+        ConfigError: none is asked for, or one that the recipe does not have.
+    """
+    known = list(config.curriculum.lessons)
+    if lessons is None:
+        return known
+    unknown = [lesson_id for lesson_id in lessons if lesson_id not in known]
+    if unknown or not lessons:
+        what = f"lesson {unknown[0]!r} is not in the recipe: its" if unknown else "lessons is empty: name some; the"
+        raise ConfigError(f"{what} lessons are {', '.join(known)}")
+    return list(lessons)
 
 
 def version_of(source: Path | str | None) -> int:
