@@ -33,6 +33,7 @@ from penstock.types.generation import STAGES
 PLAIN = (
     "lesson_id", "env_name", "env_example_id", "oldest_weight_step", "episode_reward", "finish_reason",
     "prompt_tokens", "response_tokens", "response_logprobs", "token_rewards", "response_mask", "response_weight_steps",
+    "sample_starts",
 )  # fmt: skip
 """Columns that are attributes of a rollout under the same name."""
 

@@ -136,7 +136,8 @@ def test_the_reference_is_another_adapter_over_the_same_base(beside, config, bat
     off = not held.decoder.adapter.query.b.any()
     assert off == (reference == "initial")
     kept = learner.state_arrays()
-    names = {name.removeprefix("reference.") for name in kept if name.startswith("reference.")}
+    prefix = "reference." if reference == "initial" else "reference_average."
+    names = {name.removeprefix(prefix) for name in kept if name.startswith(prefix)}
     assert names == {name for name in beside.config.parameter_shapes() if name.startswith("adapter.")}
 
     folder = save_checkpoint(tmp_path / "run", 2, learner, tokenizer, {})

@@ -123,6 +123,28 @@ def test_what_is_set_now_is_not_left_out(record):
         load_config(path, ["replay.batch_maker.alpha=9"], recorded=True)
 
 
+def test_what_an_override_switches_off_takes_along_what_the_recipe_says_of_it(caplog):
+    config = load_config("memory", ["model.memory=none"])
+    assert (value_at(config, "model.memory"), value_at(config, "model.memory_size")) == ("none", 128)
+    [note] = caplog.messages
+    assert note == "model.memory_size (64) is left out: model.memory is 'none'"
+    caplog.clear()
+    own = load_config("cartpole", {"model": {"module": "nets:Mine"}})
+    assert value_at(own, "model.value_network") == "shared" and len(caplog.messages) == 1
+    with pytest.raises(ConfigError, match="memory_size is 32, which has no effect"):
+        load_config("memory", ["model.memory=none", "model.memory_size=32"])
+    with pytest.raises(ConfigError, match="memory_size is 32, which has no effect"):
+        load_config("memory", ["model={memory: none, memory_size: 32}"])
+
+
+def test_what_is_idle_in_a_recipe_by_itself_is_refused_whatever_is_overridden(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**load_config("cartpole").dump(), "model": {"memory_size": 32}}))
+    for words in ([], ["steps=3"]):
+        with pytest.raises(ConfigError, match="memory_size is 32, which has no effect"):
+            load_config(path, words)
+
+
 def test_several_are_left_out_and_other_mistakes_are_told(record, caplog):
     path = record("cats", [], "replay.batch_maker.alpha", 9.0)
     path.write_text(path.read_text().replace("poll_s: 0.2", "poll_s: 3.0"))

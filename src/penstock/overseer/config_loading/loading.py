@@ -178,6 +178,7 @@ def load_config(
         recipe: A packaged name or a YAML path, see `load_recipe`; or a configuration, of which a changed one is made.
         overrides: ``["learner.optimizer.learning_rate=1e-3"]``, or ``{"learner": {"optimizer": {"learning_rate":
             1e-3}}}`` with whatever part of the path dotted; see `apply_overrides`.
+            What a recipe says and an override keeps from acting is left out with a note to `logging`.
         recorded: It is a run's own ``config.yaml``. Its paths are absolute; those of a run from before they were count
             from the working directory. Keys that cannot act, which an earlier version wrote down, are left out with a
             note to `logging`.
@@ -199,20 +200,21 @@ def load_config(
         )
     values = apply_overrides(written, overrides)
     keys = (_UPLOADED,) if _reads_uploaded(values) else PATH_KEYS
-    values = _anchored(apply_overrides(_anchored(written, folder, keys), overrides), Path.cwd(), keys)
-    keep = {".".join(keys) for keys, *_ in assignments(overrides)} if recorded else None
+    anchored = _anchored(written, folder, keys)
+    values = _anchored(apply_overrides(anchored, overrides), Path.cwd(), keys)
+    asked = {".".join(keys) for keys, *_ in assignments(overrides)}
     if "fleet" in values:
-        from penstock.overseer.control_config import FleetRunConfig
+        from penstock.overseer.control_config import FleetRunConfig as model
 
         if "curriculum" in values:
             raise ConfigError(
                 f"{source}: fleet and curriculum are both there: a run trains a control policy in simulators (fleet) "
                 "or a language policy on lessons (curriculum); remove one"
             )
-        return build_config(FleetRunConfig, _without_idle_keys(FleetRunConfig, values, keep), source)
-    from penstock.overseer.config import RunConfig
-
-    return build_config(RunConfig, _without_idle_keys(RunConfig, values, keep), source)
+    else:
+        from penstock.overseer.config import RunConfig as model
+    may_leave_out = recorded or (asked and _idle_key(model, anchored) is None)
+    return build_config(model, _without_idle_keys(model, values, asked) if may_leave_out else values, source)
 
 
 def recipe_summaries() -> dict[str, str]:
@@ -345,17 +347,19 @@ def build_config(model: type[Config], values: Mapping[str, Any], source: str = "
         raise ConfigError(f"{prefix}{first[1]}{more}") from error
 
 
-def _without_idle_keys(model: type[BaseModel], values: dict[str, Any], keep: Collection[str] | None) -> dict[str, Any]:
-    """Leaves out what the model refuses as idle, but for the keys in `keep`; None keeps all."""
-    while keep is not None and (idle := _idle_key(model, values)) is not None:
+def _without_idle_keys(model: type[BaseModel], values: dict[str, Any], keep: Collection[str]) -> dict[str, Any]:
+    """Leaves out what the model refuses as idle, but for the keys in `keep` and below them."""
+    while (idle := _idle_key(model, values)) is not None:
         (*section, name), why = idle
         values = copy.deepcopy(values)
         node: Any = values
         for key in section:
             node = node[key]
-        if dotted([*section, name]) in keep or name not in node:  # asked for, or filled in by what was
+        path = dotted([*section, name])
+        asked = any(path == key or path.startswith(f"{key}.") for key in keep)
+        if asked or name not in node:  # or filled in by what was
             break
-        logging.getLogger(__name__).warning("%s (%r) is left out: %s", dotted([*section, name]), node.pop(name), why)
+        logging.getLogger(__name__).warning("%s (%r) is left out: %s", path, node.pop(name), why)
     return values
 
 

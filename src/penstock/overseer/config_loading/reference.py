@@ -198,7 +198,8 @@ RECIPE` the value that a recipe gives it, too; `--dry-run` prints a whole config
 - A key that cannot act is refused where it says something else than its default, with the reason (`alpha` is of the
   recency batch maker alone, say). Two kinds are not, so that one YAML serves everywhere: what is of `runtime: ray`
   alone (`ray`, `roles`, `weights`, what `overseer` says of processes), and limits that are off at staleness zero. What
-  an older `config.yaml` holds of such keys is left out with a note.
+  an older `config.yaml` holds of such keys is left out with a note, and so is what a recipe says and an override keeps
+  from acting (`penstock train memory model.memory=none`, of `memory_size`).
 - Relative paths in a YAML file count from its folder, those on the command line and in packaged recipes from the
   working directory. A run's `config.yaml` holds them as absolute ones, so that a resume from anywhere means the same.
   Among `env_args` and simulators' `kwargs` that goes for arguments named `path` or `…_path`, and for whatever has the
