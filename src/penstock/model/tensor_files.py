@@ -1,7 +1,8 @@
 """The tensors of a model's directory: one ``model.safetensors``, or shards with an index, as Hugging Face names them.
 
 Shapes are known before any data is read, and tensors are read one at a time, so that loading needs little more
-memory than the model; they are written shard by shard. Only safetensors is read: a ``.bin`` file is a pickle, which
+memory than the model; they are written shard by shard. Numbers that are not finite are refused: with them a policy
+writes nonsense, which nothing says. Only safetensors is read: a ``.bin`` file is a pickle, which
 could run code.
 """
 
@@ -33,7 +34,7 @@ class TensorFiles:
     """
 
     def __init__(self, handles: Mapping[str, Any], directory: Path) -> None:
-        self._handles = handles
+        self._handles, self._directory = handles, directory
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, handle in handles.items():
             view = handle.get_slice(name)
@@ -45,8 +46,34 @@ class TensorFiles:
             self.shapes[name] = tuple(view.get_shape())
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, in the dtype that it was saved in."""
-        return self._handles[name].get_tensor(name)
+        """One tensor, in the dtype that it was saved in.
+
+        Raises:
+            CheckpointError: one of its numbers is not finite.
+        """
+        tensor = self._handles[name].get_tensor(name)
+        if not _is_finite(tensor):
+            raise CheckpointError(
+                f"{self._directory}: {name} holds numbers that are not finite: the file is damaged, or training had "
+                "diverged before it was saved; take an earlier checkpoint, or copy it again"
+            )
+        return tensor
+
+
+_PIECE = 1 << 20
+_EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80}
+"""Bits that are all set in what is not finite."""
+
+
+def _is_finite(tensor: np.ndarray) -> bool:
+    """In pieces that stay in a processor's cache, and by the bits of what NumPy has no arithmetic of its own for."""
+    numbers, bits = tensor.reshape(-1), _EXPONENTS.get(tensor.dtype.name)
+    if bits is not None:
+        numbers = numbers.view(np.uint16)
+    pieces = (numbers[start : start + _PIECE] for start in range(0, numbers.size, _PIECE))
+    if bits is None:
+        return all(np.isfinite(piece).all() for piece in pieces)
+    return not any(((piece & bits) == bits).any() for piece in pieces)
 
 
 @contextmanager

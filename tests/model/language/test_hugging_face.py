@@ -290,3 +290,21 @@ def test_a_tokenizer_larger_than_the_model_is_refused_with_both_sizes(golden, to
 def test_a_missing_directory_is_the_users_mistake(tmp_path, tokenizer):
     with pytest.raises(ConfigError, match=r"model.path is .*nowhere.*: there is no such directory"):
         load_policy(PolicyConfig(path=str(tmp_path / "nowhere")), 0, tokenizer)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_are_refused_by_the_tensors_name(copy, dtype, value):
+    directory = copy()
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def damage(tensors):
+        tensors.update({each: array.astype(jnp.dtype(dtype)) for each, array in tensors.items()})
+        tensors[name][0, 0] = np.finfo(np.float16).max
+        save_file(tensors, directory / "model.safetensors")
+        load_decoder(directory)  # a large number is one
+        tensors[name][-1, -1] = value
+
+    change_tensors(directory, damage)
+    with pytest.raises(CheckpointError, match=f"{name} holds numbers that are not finite: the file is damaged"):
+        load_decoder(directory)

@@ -202,9 +202,9 @@ RECIPE` the value that a recipe gives it, too; `--dry-run` prints a whole config
   from acting (`penstock train memory model.memory=none`, of `memory_size`).
 - Relative paths in a YAML file count from its folder, those on the command line and in packaged recipes from the
   working directory. A run's `config.yaml` holds them as absolute ones, so that a resume from anywhere means the same.
-  Among `env_args` and simulators' `kwargs` that goes for arguments named `path` or `…_path`, and for whatever has the
-  form `file.py:Name`. Under `runtime: ray` with `ray.runtime_env.working_dir` all stay as they are written: each
-  process works in an uploaded copy of that folder, and they count from there.
+  Among `env_args`, `model.kwargs` and simulators' `kwargs` that goes for arguments named `path` or `…_path`, and for
+  whatever has the form `file.py:Name`. Under `runtime: ray` with `ray.runtime_env.working_dir` all stay as they are
+  written: each process works in an uploaded copy of that folder, and they count from there.
 """
 
 
