@@ -75,6 +75,21 @@ def test_it_plays_from_a_checkpoint(tmp_path):
     env.close()
 
 
+def test_a_network_of_ones_own_plays_as_any(tmp_path):
+    env = gymnasium.make("CartPole-v1")
+    spaces, module = spaces_of(env.observation_space, env.action_space), "tests.model.control.test_own_policy:Assembled"
+    policy = make_control_policy(ControlModelConfig(module=module), spaces, 0)
+    save_control_policy(tmp_path, policy, policy.config, policy.spaces)
+    playing = GymPolicy(load_control_policy(tmp_path, module), env.observation_space, env.action_space)
+    (seen, _), state = env.reset(seed=0), policy.initial_state(1)
+    for step in range(5):
+        distribution, _, state = policy.step({"": jnp.asarray(seen)[None]}, state, jnp.array([step == 0]))
+        assert playing.act(seen) == int(distribution.mode()[""][0])
+        seen = env.step(int(distribution.mode()[""][0]))[0]
+    np.testing.assert_allclose(playing._runner._states["hidden"][0], state["hidden"][0], atol=1e-6)
+    env.close()
+
+
 def test_other_spaces_and_observations_are_refused_by_name():
     policy = policy_for(SEEN, DONE)
     other = gym.Dict({"place": gym.Box(-1, 1, (4,), np.float64), "held": gym.Discrete(4)})

@@ -38,7 +38,7 @@ from jaxtyping import Array, Int32, UInt32
 
 from penstock.fleet.spaces import make_reader, make_writer, spaces_of
 from penstock.fleet.steps import ActionBatch, Leaves, aligned_zeros
-from penstock.model.control import ControlPolicy, Distribution, named_arrays, with_named_arrays
+from penstock.model.control import ActionDistribution, ControlPolicy, named_arrays, with_named_arrays
 from penstock.model.control.memory import reset
 from penstock.model.programs import choose_cache
 from penstock.types import ConfigError, LeafSpace, WeightVersion, fold
@@ -260,14 +260,14 @@ def slot_keys(seed: int, rows: int) -> np.ndarray:
     return np.array([(word >> 32, word & 0xFFFFFFFF) for word in words], np.uint32)
 
 
-def _sampled(distribution: Distribution, keys: UInt32[Array, "rows 2"], counts: Array) -> dict[str, Array]:
+def _sampled(distribution: ActionDistribution, keys: UInt32[Array, "rows 2"], counts: Array) -> dict[str, Array]:
     """One action per row, each with its own key: the slot's first one, its second word counted up.
 
     Threefry is a block cipher: different keys are different streams, however close. A `fold_in` would add a second
     pass of it to every compiled size.
     """
 
-    def sample(row: Distribution, words: Array) -> dict[str, Array]:
+    def sample(row: ActionDistribution, words: Array) -> dict[str, Array]:
         return row.sample(jax.random.wrap_key_data(words, impl="threefry2x32"))
 
     return jax.vmap(sample)(distribution, keys.at[:, 1].add(counts.astype(jnp.uint32)))

@@ -156,8 +156,10 @@ def check_fleet_mismatch(summary: Summary, limit: float, step: int) -> None:
         raise MismatchError(
             f"update {step}: learner and fleet disagree about log-probabilities of the same weights by up to "
             f"{float(summary.mismatch_max):.3g} (learner.mismatch_limit is {limit:g}); nothing was applied. Different "
-            "weights, observations that were changed on the way, or recurrent state that was not the fragment's own "
-            "are the usual causes; a larger limit is right only where the two sides compute on different hardware"
+            "weights, observations that were changed on the way, and recurrent state that was not the fragment's own "
+            "are usual causes, and, of a network of one's own, chance in `step` or in what is no array of it, or an "
+            "`unroll` that differs from `step`; a larger limit is right only where the two sides compute on different "
+            "hardware"
         )
 
 

@@ -41,7 +41,7 @@ from penstock.learner.control_losses import (
 )
 from penstock.learner.losses import correction_weight
 from penstock.learner.optimizer import AppliedUpdate, OptimizerState, apply_gradients, join_frozen, split_frozen
-from penstock.model.control import ControlPolicy, Distribution, named_arrays
+from penstock.model.control import ActionDistribution, ControlPolicy, named_arrays
 from penstock.model.control.encoders import ObservationStatistics
 from penstock.types import InvalidRolloutError, LeafSpace, SampleFragment, Spaces
 
@@ -547,7 +547,7 @@ def _columns(minibatches: Minibatches, columns: Array) -> Minibatches:
     return Minibatches(part, jax.tree.map(lambda array: array[:, columns], minibatches.steps))
 
 
-def _unrolled(config: PpoConfig, policy: ControlPolicy, part: FragmentArrays) -> tuple[Distribution, Array]:
+def _unrolled(config: PpoConfig, policy: ControlPolicy, part: FragmentArrays) -> tuple[ActionDistribution, Array]:
     """Distributions and values after the burn-in, through which no gradient flows."""
     state = part.initial_state
     if config.burn_in:
@@ -562,7 +562,7 @@ def _after(config: PpoConfig, tree: Any) -> Any:
     return jax.tree.map(lambda array: array[config.burn_in :], tree)
 
 
-def _without_last(distribution: Distribution) -> Distribution:
+def _without_last(distribution: ActionDistribution) -> ActionDistribution:
     return jax.tree.map(lambda array: array[:-1], distribution)
 
 

@@ -111,6 +111,49 @@ class Masking(eqx.Module):
         return Distribution((Categorical.of(scores, 0),), ("",)), outputs[:, 3], state
 
 
+class Chained(eqx.Module):
+    """Normal numbers of which the second's mean follows the first; no `Distribution`."""
+
+    means: jax.Array
+    slope: jax.Array
+
+    def sample(self, key):
+        noise = jax.random.normal(key, self.means.shape)
+        first = self.means[..., 0] + noise[..., 0]
+        return {"": jnp.stack([first, self._second(first) + noise[..., 1]], axis=-1)}
+
+    def mode(self):
+        return {"": jnp.stack([self.means[..., 0], self._second(self.means[..., 0])], axis=-1)}
+
+    def log_prob(self, actions):
+        pair = actions[""]
+        means = jnp.stack([self.means[..., 0], self._second(pair[..., 0])], axis=-1)
+        return (-0.5 * jnp.square(pair - means)).sum(-1) - jnp.log(2 * jnp.pi)
+
+    def entropy(self):
+        return jnp.full(self.slope.shape, jnp.log(2 * jnp.pi * jnp.e))
+
+    def kl(self, other):
+        return 0.5 * jnp.square(self.means - other.means).sum(-1)
+
+    def _second(self, first):
+        return self.means[..., 1] + self.slope * first
+
+
+class Chaining(eqx.Module):
+    layer: eqx.nn.Linear
+
+    def __init__(self, spaces, seed):
+        self.layer = eqx.nn.Linear(4, 4, key=jax.random.key(seed))
+
+    def initial_state(self, batch):
+        return {}
+
+    def step(self, observations, state, first):
+        outputs = jax.vmap(self.layer)(observations[""])
+        return Chained(outputs[:, :2], outputs[:, 2]), outputs[:, 3], state
+
+
 def own(module, spaces=SPACES, seed=0, **fields):
     return make_control_policy(ControlModelConfig(module=module, **fields), spaces, seed)
 
@@ -180,6 +223,19 @@ def test_actions_can_be_masked(draw):
     seen = draw(MASKED.observations, 200) | {"allowed": jnp.tile(jnp.array([[1, 0, 1]], jnp.int8), (200, 1))}
     actions, logprobs, _, _ = policy.act(seen, {}, jax.random.key(0))
     assert set(np.unique(actions[""])) == {0, 2} and np.isfinite(logprobs).all()
+
+
+def test_actions_may_depend_on_one_another(draw):
+    pairs = Spaces(SPACES.observations, (LeafSpace("", "box", (2,), "float32"),))
+    policy = own(HERE + "Chaining", pairs)
+    seen = draw(pairs.observations, STEPS, 4)
+    decision = JaxPolicyRunner(policy, 4, 4, 1).decide(np.arange(4), {"": np.asarray(seen[""][0])}, np.ones(4, bool))
+    taken = decision.result()
+    actions = {"": jnp.zeros((STEPS, 4, 2)).at[0].set(taken.actions[""])}
+    distribution, values, _ = policy.unroll(seen, jnp.zeros((STEPS, 4), bool), {})
+    np.testing.assert_allclose(taken.logprobs, distribution.log_prob(actions)[0], atol=1e-6)
+    np.testing.assert_allclose(taken.values, values[0], atol=1e-6)
+    assert len(np.unique(taken.actions[""])) == 8
 
 
 def test_a_folder_gives_it_back_to_whoever_names_the_code(tmp_path, draw):
@@ -302,6 +358,123 @@ class Empty(Good):
         self.weight = None
 
 
+class Squeezed(Good):
+    def values(self, seen):
+        return jnp.squeeze(seen.sum(1, keepdims=True))
+
+
+class Scores(Good):
+    def distribution(self, scores):
+        return scores
+
+
+class Bare(Good):
+    def distribution(self, scores):
+        return Categorical.of(scores, 0)
+
+
+class Twice(Good):
+    def distribution(self, scores):
+        return Distribution((Categorical.of(scores, 0),) * 2, ("", ""))
+
+
+class Longer(Good):
+    def __init__(self, spaces, seed):
+        self.weight = jnp.zeros((4, 5))
+
+
+class Floating(Categorical):
+    """Choices as floats: their bits would be read as integers."""
+
+    def sample(self, key):
+        return super().sample(key).astype(jnp.float32)
+
+
+class Floats(Good):
+    def distribution(self, scores):
+        return Distribution((Floating.of(scores, 0),), ("",))
+
+
+class Batched(Categorical):
+    """Samples by the batch's axis, which a fleet's row has not."""
+
+    def sample(self, key):
+        return jax.vmap(jax.random.categorical)(jax.random.split(key, len(self.logprobs)), self.logprobs)
+
+
+class Rowless(Good):
+    def distribution(self, scores):
+        return Distribution((Batched.of(scores, 0),), ("",))
+
+
+class Infinite(Good):
+    def __init__(self, spaces, seed):
+        self.weight = np.full((4, 3), np.nan)
+
+
+class Dotted(Good):
+    more: dict
+
+    def __init__(self, spaces, seed):
+        self.weight, self.more = jnp.zeros((4, 3)), {"a.b": jnp.zeros(1), "a": {"b": jnp.zeros(1)}}
+
+
+class Words(Good):
+    def __init__(self, spaces, seed):
+        self.weight = np.array(["a"])
+
+
+class Fixed(Good):
+    table: np.ndarray = eqx.field(static=True)
+
+    def __init__(self, spaces, seed):
+        self.weight, self.table = jnp.zeros((4, 3)), np.zeros(3)
+
+
+class Normed(Good):
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, spaces, seed):
+        self.weight, self.norm = jnp.zeros((4, 3)), eqx.nn.BatchNorm(4, "batch", mode="ema")
+
+
+class Dropping(Good):
+    def values(self, seen):
+        return jax.vmap(eqx.nn.Dropout(0.5))(seen).sum(1)
+
+
+class Looping(Good):
+    """Cannot be differentiated."""
+
+    def values(self, seen):
+        return jax.lax.while_loop(lambda x: x.sum() < 3, lambda x: x * 2 + 1, seen.sum(1) * self.weight[0, 0])
+
+
+class Tupled(Good):
+    def initial_state(self, batch):
+        return jnp.zeros((batch, 2)), jnp.zeros((batch, 2))
+
+
+class Nested(Good):
+    def initial_state(self, batch):
+        return {"lstm": {"hidden": jnp.zeros((batch, 2))}}
+
+
+class Numbered(Good):
+    def initial_state(self, batch):
+        return {0: jnp.zeros((batch, 2))}
+
+
+class Narrow(Good):
+    def initial_state(self, batch):
+        return {"seen": jnp.zeros((batch, 2), jnp.bfloat16)}
+
+
+class Forgetting(Good):
+    def step(self, observations, state, first):
+        return *super().step(observations, state, first)[:2], None
+
+
 class Unrolled(Good):
     def unroll(self, observations, first, state):
         return self.distribution(observations[""] @ self.weight), jnp.zeros(first.shape[1]), state
@@ -309,21 +482,40 @@ class Unrolled(Good):
 
 WRONG = {
     "Nothing": r"has no 'Nothing'",
-    "SPACES": r"making it raised TypeError: 'Spaces' object is not callable",
-    "Plain": r"making it raised TypeError: Plain\(\) takes no arguments",
+    "SPACES": r"making it with \(spaces, seed\) raised TypeError: 'Spaces' object is not callable",
+    "Plain": r"making it with \(spaces, seed\) raised TypeError: Plain\(\) takes no arguments",
     "Short": r"it gives a Short, which lacks step; docs/control.md",
     "Half": r"weight is bfloat16: parameters are float32",
     "Counting": r"weight is int32: parameters are float32",
     "Keyed": r"key is key<fry>: parameters are float32",
-    "Column": r"step: values is float32\[3, 1\], not float32\[3\]",
+    "Column": r"step: values is float32\[13, 1\], not float32\[13\]",
     "Named": r"step: action '' is not among what it gives \(action 'jump', ",
     "Pair": r"step raised ValueError: not enough values to unpack",
-    "Ones": r"initial_state\(3\)\['seen'\] is float32\[3, 2\]: every episode begins with zeros",
-    "Drifting": r"step: state 'seen' is float32\[3\], not int32\[3\]",
-    "Scalar": r"step raised TypeError: every array in a distribution begins with the batch's axes, \[3\] here",
+    "Ones": r"initial_state\(13\)\['seen'\] is float32\[13, 2\]: every episode begins with zeros",
+    "Drifting": r"step: state 'seen' is float32\[13\], not int32\[13\]",
+    "Scalar": r"step raised TypeError: every array in a distribution begins with the batch's axes, \[13\] here",
     "Wide": r"step raised KeyError: 'camera'",
     "Empty": r"its network has no arrays",
-    "Unrolled": r"unroll: values is float32\[3\], not float32\[2, 3\]",
+    "Unrolled": r"unroll: values is float32\[13\], not float32\[11, 13\]",
+    "Squeezed": r"step: values is float32\[\], not float32\[1\]",
+    "Scores": r"step raised TypeError: the first of three results, a distribution, lacks sample, mode, log_prob",
+    "Bare": r"step raised TypeError: a Categorical is of one action leaf: give Distribution",
+    "Twice": r"step raised TypeError: its Distribution has a name twice: '', ''",
+    "Longer": r"step raised TypeError: action '' has scores for 5 choices, and its space has 3",
+    "Floats": r"step: action '' is float32\[13\], not int32\[13\]",
+    "Rowless": r"sample of one row, whose arrays have no batch's axes, raised [A-Z]",
+    "Infinite": r"weight holds numbers that are not finite",
+    "Dotted": r"two arrays have one name, by which they would travel \(of weight, more.a.b\)",
+    "Words": r"taking its arrays raised TypeError: ",
+    "Fixed": r"making it with \(spaces, seed\) raised UserWarning: A JAX array is being set as static",
+    "Normed": r"a layer of it changes numbers in step \(an equinox.nn.StateIndex, as of BatchNorm\), which nothing",
+    "Dropping": r"step raised RuntimeError: Dropout requires a key",
+    "Looping": r"its gradient raised ValueError: Reverse-mode differentiation does not work for lax.while_loop",
+    "Tupled": r"initial_state raised TypeError: the state is a tuple, not a mapping of arrays by name",
+    "Nested": r"initial_state raised TypeError: the state's 'lstm' is a dict, not an array: a state is flat",
+    "Numbered": r"initial_state raised TypeError: the state is a dict, not a mapping of arrays by name",
+    "Narrow": r"initial_state\(13\)\['seen'\] is bfloat16\[13, 2\], and fragments keep flags, integers and floats",
+    "Forgetting": r"step raised TypeError: the state is a NoneType, not a mapping",
 }
 
 

@@ -17,7 +17,7 @@ from penstock.overseer.control.policies import make_policy
 from penstock.overseer.control.simulators import probe_spaces
 from penstock.overseer.rerun.replay import replay_updates
 from penstock.rundir import RunDirectory, read_metrics
-from penstock.types import CheckpointError, ConfigError
+from penstock.types import CheckpointError, ConfigError, PenstockError
 from tests.overseer.control.test_kind_fleet_resume import TINY
 from tests.overseer.test_control_config import build
 
@@ -89,6 +89,24 @@ def test_a_warm_up_of_values_needs_the_names_of_its_arrays(tmp_path: Path):
     ):
         ControlLearner(policy, config.learner, 3)
     ControlLearner(policy, config.learner.model_copy(update={"value_arrays": ("network.critic.*",)}), 3)
+
+
+@pytest.mark.parametrize(
+    ("learner", "words"),
+    [
+        ({"value_warmup_updates": 2}, r"learner\.value_arrays is .*no array of this policy"),
+        ({"burn_in": 2}, r"learner\.burn_in is 2, but the policy has no memory"),
+        ({"optimizer": {"frozen": ["encoder.*"]}}, r"learner\.optimizer\.frozen has \['encoder\.\*'\]"),
+        ({"reference_kl": {"reference": "/nowhere"}}, r"/nowhere holds no config\.json"),
+    ],
+)
+def test_what_the_learner_would_refuse_is_refused_before_anything_is_written(tmp_path: Path, learner, words):
+    config = own(tmp_path, learner={"epochs": 1, "minibatches": 1, **learner})
+    with pytest.raises(PenstockError, match=words):
+        train(config, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(PenstockError, match=words):
+        describe_fleet_plan(config)
 
 
 def test_a_burn_in_is_the_networks_own_affair(tmp_path: Path):

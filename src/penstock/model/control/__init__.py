@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.model.control.config import ControlModelConfig
-    from penstock.model.control.distributions import Bernoulli, Categorical, DiagonalGaussian, Distribution
+    from penstock.model.control.distributions import (
+        ActionDistribution,
+        Bernoulli,
+        Categorical,
+        DiagonalGaussian,
+        Distribution,
+        LeafDistribution,
+    )
     from penstock.model.control.encoders import Encoder
     from penstock.model.control.folder import (
         CONTROL_SCHEMA_VERSION,
@@ -25,6 +32,7 @@ if TYPE_CHECKING:
     )
 
 _EXPORTS = {
+    "ActionDistribution": "distributions",
     "ActionHead": "policy",
     "Bernoulli": "distributions",
     "CONTROL_SCHEMA_VERSION": "folder",
@@ -35,6 +43,7 @@ _EXPORTS = {
     "DiagonalGaussian": "distributions",
     "Distribution": "distributions",
     "Encoder": "encoders",
+    "LeafDistribution": "distributions",
     "RecurrentMemory": "memory",
     "WindowMemory": "memory",
     "control_model_directory": "folder",
@@ -47,10 +56,10 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "ActionHead", "Bernoulli", "CONTROL_SCHEMA_VERSION", "Categorical", "ControlModelConfig", "ControlNetwork",
-    "ControlPolicy", "DiagonalGaussian", "Distribution", "Encoder", "RecurrentMemory", "WindowMemory",
-    "control_model_directory", "load_control_policy", "make_control_policy", "named_arrays", "read_control_form",
-    "save_control_policy", "with_named_arrays",
+    "ActionDistribution", "ActionHead", "Bernoulli", "CONTROL_SCHEMA_VERSION", "Categorical", "ControlModelConfig",
+    "ControlNetwork", "ControlPolicy", "DiagonalGaussian", "Distribution", "Encoder", "LeafDistribution",
+    "RecurrentMemory", "WindowMemory", "control_model_directory", "load_control_policy", "make_control_policy",
+    "named_arrays", "read_control_form", "save_control_policy", "with_named_arrays",
 ]  # fmt: skip
 
 

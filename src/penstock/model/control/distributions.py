@@ -9,6 +9,7 @@ action masks, distributions in which one leaf depends on another.
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -17,6 +18,35 @@ from jaxtyping import Array, Float, Num, PRNGKeyArray
 
 IMPOSSIBLE = -1e30
 """Log-probability of a choice that an element does not have; finite, so that p · log p is 0 and gradients are."""
+
+
+@runtime_checkable
+class ActionDistribution(Protocol):
+    """What a network gives: over all action leaves together, a pytree of arrays that all begin with the batch's axes.
+
+    `Distribution` is one. A fleet samples row by row, from arrays that have no batch axes left; all else is asked of
+    [batch, …], and of [time, batch, …] by a learner.
+    """
+
+    def sample(self, key: PRNGKeyArray) -> dict[str, Array]:
+        """Actions by leaf name, of integers but for a box of floats."""
+        ...
+
+    def mode(self) -> dict[str, Array]:
+        """What an evaluation does: the most probable actions, or what stands for them."""
+        ...
+
+    def log_prob(self, actions: Mapping[str, Array]) -> Float[Array, "*batch"]:
+        """Of what `sample` gave, in nats."""
+        ...
+
+    def entropy(self) -> Float[Array, "*batch"]:
+        """In nats, or an estimate that has a gradient."""
+        ...
+
+    def kl(self, other: Any) -> Float[Array, "*batch"]:
+        """KL(self ‖ other) in nats; only `learner.reference_kl` asks for its number."""
+        ...
 
 
 class LeafDistribution(eqx.Module):

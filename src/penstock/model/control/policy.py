@@ -14,8 +14,10 @@ it gives is looked at once, by shapes alone, when it is made. Not covered: netwo
 """
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,6 +31,7 @@ from penstock.model.arrays import named_leaves, with_named_leaves
 from penstock.model.control.config import ControlModelConfig
 from penstock.model.control.distributions import (
     IMPOSSIBLE,
+    ActionDistribution,
     Bernoulli,
     Categorical,
     DiagonalGaussian,
@@ -129,7 +132,7 @@ class ControlNetwork(Protocol):
 
     def step(
         self, observations: Observations, state: State, first: Bool[Array, " batch"]
-    ) -> tuple[Distribution, Float[Array, " batch"], Mapping[str, Array]]:
+    ) -> tuple[ActionDistribution, Float[Array, " batch"], Mapping[str, Array]]:
         """As of `ControlPolicy`; the state is zero already where `first` is true."""
         ...
 
@@ -158,7 +161,7 @@ class ControlPolicy(eqx.Module):
 
     def step(
         self, observations: Observations, state: State, first: Bool[Array, " batch"]
-    ) -> tuple[Distribution, Float[Array, " batch"], dict[str, Array]]:
+    ) -> tuple[ActionDistribution, Float[Array, " batch"], dict[str, Array]]:
         """One step of a batch.
 
         Args:
@@ -173,7 +176,7 @@ class ControlPolicy(eqx.Module):
 
     def unroll(
         self, observations: Observations, first: Bool[Array, "time batch"], state: State
-    ) -> tuple[Distribution, Float[Array, "time batch"], dict[str, Array]]:
+    ) -> tuple[ActionDistribution, Float[Array, "time batch"], dict[str, Array]]:
         """T steps of a batch.
 
         Args:
@@ -200,11 +203,11 @@ class ControlPolicy(eqx.Module):
         return actions, distribution.log_prob(actions), values, after
 
     @abstractmethod
-    def _step(self, observations: Observations, state: State, first: Array) -> tuple[Distribution, Array, Any]:
+    def _step(self, observations: Observations, state: State, first: Array) -> tuple[ActionDistribution, Array, Any]:
         """Of observations as the network sees them."""
 
     @abstractmethod
-    def _unroll(self, observations: Observations, first: Array, state: State) -> tuple[Distribution, Array, Any]:
+    def _unroll(self, observations: Observations, first: Array, state: State) -> tuple[ActionDistribution, Array, Any]:
         """Of observations as the network sees them."""
 
     def _normalised(self, observations: Observations) -> Observations:
@@ -249,14 +252,14 @@ class BuiltinPolicy(ControlPolicy):
         """The memory's."""
         return {} if self.memory is None else self.memory.initial_state(batch)
 
-    def _step(self, observations: Observations, state: State, first: Array) -> tuple[Distribution, Array, Any]:
+    def _step(self, observations: Observations, state: State, first: Array) -> tuple[ActionDistribution, Array, Any]:
         features, after = self.encoder(observations), dict(state)
         if self.memory is not None:
             features, after = self.memory.step(features, state, first)
         own = features if self.value_encoder is None else self.value_encoder(observations)
         return self._distribution(features), self.value_head(own)[..., 0], after
 
-    def _unroll(self, observations: Observations, first: Array, state: State) -> tuple[Distribution, Array, Any]:
+    def _unroll(self, observations: Observations, first: Array, state: State) -> tuple[ActionDistribution, Array, Any]:
         features, after = _over_time(self.encoder, observations, first.shape), {}
         if self.memory is not None:
             features, after = self.memory.unroll(features, state, first)
@@ -265,6 +268,10 @@ class BuiltinPolicy(ControlPolicy):
 
     def _distribution(self, features: Float[Array, "*batch features"]) -> Distribution:
         return Distribution(tuple(head(features) for head in self.heads), tuple(h.leaf.name for h in self.heads))
+
+
+_TIMES, _ROWS = 11, 13
+"""Steps and simulators with which a network of one's own is looked at: no layer's width is likely to be one of them."""
 
 
 class OwnPolicy(ControlPolicy):
@@ -289,14 +296,15 @@ class OwnPolicy(ControlPolicy):
         """
         assert config.module is not None
         make = load_attribute(config.module, "model.module")
-        made = _asked(config, "making it", lambda: make(spaces, seed, **config.kwargs))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*array is being set as static")  # two of one form could not be compared
+            given = ", ".join(("spaces", "seed", *(f"{name}=…" for name in config.kwargs)))
+            made = _asked(config, f"making it with ({given})", lambda: make(spaces, seed, **config.kwargs))
         lacking = [name for name in ("initial_state", "step") if not callable(getattr(made, name, None))]
         if lacking or not isinstance(made, eqx.Module):
             reason = f"which lacks {' and '.join(lacking)}" if lacking else "which is no equinox.Module"
             raise _refused(config, f"it gives a {type(made).__name__}, {reason}")
-        arrays, others = eqx.partition(
-            jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, made), eqx.is_array
-        )
+        arrays, others = eqx.partition(_asked(config, "taking its arrays", lambda: _of_jax(made)), eqx.is_array)
         leaves, structure = jax.tree.flatten(others)
         policy = cls(statistics, config, spaces, arrays, (tuple(leaves), structure))
         policy._check_arrays()
@@ -305,16 +313,16 @@ class OwnPolicy(ControlPolicy):
 
     def initial_state(self, batch: int) -> dict[str, Array]:
         """The network's."""
-        return dict(self._whole.initial_state(batch))
+        return {name: jnp.asarray(array) for name, array in _named(self._whole.initial_state(batch)).items()}
 
-    def _step(self, observations: Observations, state: State, first: Array) -> tuple[Distribution, Array, Any]:
+    def _step(self, observations: Observations, state: State, first: Array) -> tuple[Any, Array, Any]:
         distribution, values, after = self._whole.step(observations, reset(state, first), first)
-        return distribution, values.astype(jnp.float32), dict(after)
+        return distribution, values.astype(jnp.float32), _named(after)
 
-    def _unroll(self, observations: Observations, first: Array, state: State) -> tuple[Distribution, Array, Any]:
+    def _unroll(self, observations: Observations, first: Array, state: State) -> tuple[Any, Array, Any]:
         if hasattr(self._whole, "unroll"):
             distribution, values, after = self._whole.unroll(observations, first, state)
-            return distribution, values.astype(jnp.float32), dict(after)
+            return distribution, values.astype(jnp.float32), _named(after)
         if not state:
             flat = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), (dict(observations), first))
             given = self._step(flat[0], {}, flat[1])
@@ -335,11 +343,17 @@ class OwnPolicy(ControlPolicy):
         """They can be trained, sent and saved.
 
         Raises:
-            ConfigError: there is none, or one has a dtype that is not for parameters.
+            ConfigError: there is none, two have one name, or one has a dtype or numbers that are not for parameters.
         """
         arrays = named_leaves(self.network)
         if not arrays:
             raise _refused(self.config, "its network has no arrays, so that nothing could be trained")
+        if len(arrays) < len(jax.tree.leaves(self.network)):
+            raise _refused(
+                self.config,
+                f"two arrays have one name, by which they would travel (of {', '.join(arrays)}): let no key of a "
+                "dict hold a dot",
+            )
         for name, array in arrays.items():
             if array.dtype != jnp.float32:
                 raise _refused(
@@ -347,62 +361,106 @@ class OwnPolicy(ControlPolicy):
                     f"{name} is {array.dtype}: parameters are float32; cast it, or keep what is no parameter as a "
                     "number or a tuple in an equinox.field(static=True)",
                 )
+            if not np.all(np.isfinite(array)):
+                raise _refused(self.config, f"{name} holds numbers that are not finite: look at where they come from")
 
     def _check_outputs(self) -> None:
-        """Of some steps of three simulators, by shapes alone.
+        """By shapes alone: of one simulator's step, and of some steps of several, with numbers of no layer's width.
 
         Raises:
             ConfigError: what `initial_state`, `step` or `unroll` gives is not what `ControlNetwork` says.
         """
-        batch, steps = 3, 2
+        for method, axes in (("step", (_ROWS,)), ("step", (1,)), ("unroll", (_TIMES, _ROWS))):
+            state = self._checked_state(axes[-1])
+            observations = {leaf.name: _blank(leaf, axes) for leaf in self.spaces.observations}
+            given = (observations, state, jnp.zeros(axes, bool))
+            asked = partial(self._outputs, method, axes)
+            self._check_forms(method, _asked(self.config, method, partial(jax.eval_shape, asked, *given)), axes, state)
+
+        def loss(network: Any) -> Array:
+            numbers = replace(self, network=network)._outputs(method, axes, *given)
+            return numbers["log_prob"].sum() + numbers["entropy"].sum() + numbers["values"].sum()
+
+        _asked(self.config, "its gradient", lambda: jax.eval_shape(jax.grad(loss), self.network))
+
+    def _checked_state(self, batch: int) -> dict[str, Array]:
         state = _asked(self.config, "initial_state", lambda: self.initial_state(batch))
         for name, array in state.items():
-            if np.shape(array)[:1] != (batch,) or np.any(np.asarray(array)):
+            if array.dtype.kind not in "biuf":
+                raise _refused(
+                    self.config,
+                    f"initial_state({batch})[{name!r}] is {_form(array)}, and fragments keep flags, integers and "
+                    "floats: cast it to float32 there, and back in step",
+                )
+            if array.shape[:1] != (batch,) or np.any(array):
                 raise _refused(
                     self.config,
                     f"initial_state({batch})[{name!r}] is {_form(array)}: every episode begins with zeros, here of "
                     f"{batch} rows",
                 )
-        for method, axes in (("_step", (batch,)), ("_unroll", (steps, batch))):
-            observations = {leaf.name: _blank(leaf, axes) for leaf in self.spaces.observations}
-            first = jnp.zeros(axes, bool)
-            given = (observations, state, first) if method == "_step" else (observations, first, state)
-            call = partial(jax.eval_shape, partial(self._outputs, method, axes), *given)
-            named = method.removeprefix("_")
-            self._check_forms(named, _asked(self.config, named, call), axes, state)
+        return state
 
-    def _outputs(self, method: str, axes: tuple[int, ...], *given: Any) -> dict[str, Any]:
-        """All that a fleet and a learner ask of what a method gives, by what it is called."""
-        observations, *rest = given
-        distribution, values, after = getattr(self, method)(self._normalised(observations), *rest)
-        if not all(np.shape(array)[: len(axes)] == axes for array in jax.tree.leaves(distribution)):
-            raise TypeError(f"every array in a distribution begins with the batch's axes, {list(axes)} here")
-        actions, modes = distribution.sample(jax.random.key(0)), distribution.mode()
+    def _outputs(
+        self, method: str, axes: tuple[int, ...], observations: Observations, state: State, first: Array
+    ) -> dict[str, Any]:
+        """All that a fleet asks of what `step` gives, or a learner of what `unroll` does, by what it is called."""
+        acting, seen = method == "step", self._normalised(observations)
+        distribution, values, after = self._step(seen, state, first) if acting else self._unroll(seen, first, state)
+        self._check_distribution(distribution, axes)
+        if acting:  # row by row, each with a key of its own
+            keys, one = jax.random.split(jax.random.key(0), axes[0]), jax.vmap(lambda row, key: row.sample(key))
+            what = "sample of one row, whose arrays have no batch's axes,"
+            actions = _asked(self.config, what, lambda: one(distribution, keys))
+            modes = distribution.mode()
+        else:
+            actions, modes = {leaf.name: _blank(leaf, axes) for leaf in self.spaces.actions}, {}
         numbers = distribution.log_prob(actions), distribution.entropy(), distribution.kl(distribution)
         found = dict(zip(("log_prob", "entropy", "kl"), numbers, strict=True)) | {"values": values}
         found |= {f"action {name!r}": array for name, array in actions.items()}
         found |= {f"most probable action {name!r}": array for name, array in modes.items()}
         return found | {f"state {name!r}": array for name, array in after.items()}
 
+    def _check_distribution(self, distribution: Any, axes: tuple[int, ...]) -> None:
+        needed = ("sample", "mode", "log_prob", "entropy", "kl")
+        lacking = [name for name in needed if not callable(getattr(distribution, name, None))]
+        if lacking:
+            raise TypeError(f"the first of three results, a distribution, lacks {', '.join(lacking)}")
+        if isinstance(distribution, LeafDistribution):
+            kind = type(distribution).__name__
+            raise TypeError(f"a {kind} is of one action leaf: give Distribution(({kind}(…),), (its name,))")
+        if not all(np.shape(array)[: len(axes)] == axes for array in jax.tree.leaves(distribution)):
+            raise TypeError(f"every array in a distribution begins with the batch's axes, {list(axes)} here")
+        if not isinstance(distribution, Distribution):
+            return
+        if len(set(distribution.names)) < len(distribution.names):
+            raise TypeError(f"its Distribution has a name twice: {', '.join(map(repr, distribution.names))}")
+        choices = {leaf.name: max(leaf.n) for leaf in self.spaces.actions if leaf.n}
+        for name, own in zip(distribution.names, distribution.leaves, strict=True):
+            if isinstance(own, Categorical) and name in choices and own.logprobs.shape[-1] != choices[name]:
+                raise TypeError(
+                    f"action {name!r} has scores for {own.logprobs.shape[-1]} choices, and its space has "
+                    f"{choices[name]}"
+                )
+
     def _check_forms(self, method: str, found: Mapping[str, Any], axes: tuple[int, ...], state: State) -> None:
         wanted: dict[str, tuple[tuple[int, ...], Any]] = {
-            name: (axes, None) for name in ("log_prob", "entropy", "kl", "values")
+            name: (axes, np.dtype(np.float32)) for name in ("log_prob", "entropy", "kl", "values")
         }
         for leaf in self.spaces.actions:
-            for called in ("action", "most probable action"):
-                wanted[f"{called} {leaf.name!r}"] = ((*axes, *leaf.shape), None)
+            for called in ("action", "most probable action")[: 2 if method == "step" else 1]:
+                wanted[f"{called} {leaf.name!r}"] = ((*axes, *leaf.shape), leaf.device_dtype)
         for name, array in state.items():
-            wanted[f"state {name!r}"] = ((*axes[:-1], *np.shape(array)), array.dtype)
+            wanted[f"state {name!r}"] = ((*axes[:-1], *array.shape), array.dtype)
         for name in sorted(wanted.keys() | found.keys()):
             if name not in found or name not in wanted:
                 known = ", ".join(sorted(wanted if name in found else found))
                 what = "is not" if name not in found else "is, and should not be,"
                 raise _refused(self.config, f"{method}: {name} {what} among what it gives ({known})")
             (shape, dtype), array = wanted[name], found[name]
-            if array.shape != shape or dtype not in (None, array.dtype):
-                raise _refused(
-                    self.config, f"{method}: {name} is {_form(array)}, not {dtype or array.dtype}{list(shape)}"
-                )
+            exact = name.startswith("state ")
+            fits = array.dtype == dtype if exact else _is_floating(array.dtype) == _is_floating(dtype)
+            if array.shape != shape or not fits:
+                raise _refused(self.config, f"{method}: {name} is {_form(array)}, not {dtype}{list(shape)}")
 
 
 def _asked(config: ControlModelConfig, what: str, call: Callable[[], Any]) -> Any:
@@ -422,6 +480,41 @@ def _asked(config: ControlModelConfig, what: str, call: Callable[[], Any]) -> An
 
 def _refused(config: ControlModelConfig, why: str) -> ConfigError:
     return ConfigError(f"model.module {config.module!r}: {why}; docs/control.md shows one of thirty lines")
+
+
+def _of_jax(made: Any) -> Any:
+    """With JAX's arrays in the place of NumPy's.
+
+    Raises:
+        TypeError: it has a layer that changes as it is called, or arrays of no numbers.
+    """
+    for leaf in jax.tree.leaves(made, is_leaf=lambda node: isinstance(node, eqx.nn.StateIndex)):
+        if isinstance(leaf, eqx.nn.StateIndex):
+            raise TypeError(
+                "a layer of it changes numbers in step (an equinox.nn.StateIndex, as of BatchNorm), which nothing here "
+                "would keep: take LayerNorm or GroupNorm, or model.normalize_observations"
+            )
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, made)
+
+
+def _named(state: Any) -> dict[str, Any]:
+    """A state as it was given.
+
+    Raises:
+        TypeError: it is no mapping of arrays by name.
+    """
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise TypeError(
+            f"the state is a {type(state).__name__}, not a mapping of arrays by name, as of {{'hidden': …}}"
+        )
+    for name, array in state.items():
+        if not hasattr(array, "dtype"):
+            raise TypeError(f"the state's {name!r} is a {type(array).__name__}, not an array: a state is flat")
+    return dict(state)
+
+
+def _is_floating(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
 
 
 def _form(array: Any) -> str:

@@ -338,12 +338,14 @@ class ControlKind:
         return Progress(title, config.steps, budget, wording=CONTROL_LABELS)
 
     def check(self, config: FleetRunConfig) -> None:
-        """The network fits the spaces."""
-        make_policy(config, self.spaces)
+        """As `begin`."""
+        self.begin(config)
 
     def begin(self, config: FleetRunConfig) -> RunStart:
-        """A network for the spaces."""
-        return RunStart(make_policy(config, self.spaces))
+        """A network for the spaces, which has what the learner's keys name."""
+        start = RunStart(make_policy(config, self.spaces))
+        self.make_learner(config, start)
+        return start
 
     def resume(self, config: FleetRunConfig, checkpoint: Path) -> RunStart:
         """The checkpoint's network."""

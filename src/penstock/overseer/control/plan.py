@@ -94,11 +94,11 @@ def _size_lines(config: FleetRunConfig) -> list[str]:
         spaces = probe_spaces(config)
     except PenstockError as error:
         return [f"Model and memory: unknown, because no simulator can be made here: {' '.join(str(error).split())}"]
-    from penstock.learner.optimizer import initial_state
+    from penstock.learner import ControlLearner
     from penstock.overseer.control.policies import count_parameters, make_policy, state_bytes
 
     policy = make_policy(config, spaces)
-    initial_state(config.learner.optimizer, policy)  # which looks at all names
+    ControlLearner(policy, config.learner, config.steps)  # which looks at all names
     parameters, model = count_parameters(policy), config.model
     parts = model.module or f"{model.network}{'' if model.memory == 'none' else f', {model.memory}'}"
     return [
