@@ -153,7 +153,7 @@ def test_steps_that_are_too_old_are_cut_off_and_every_step_is_accounted_for(run_
 def test_the_recorded_seeds_reproduce_the_episodes_of_every_simulator(run_dir: Path):
     train(tiny({"steps": 4, "fleet": {"workers": 2}, "evaluation": {"before": False}}), run_dir, quiet=True)
     events = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "simulator_started"]
-    started = {(event["worker"], event["process"]): event for event in events}
+    started = {(event["worker"], event["process"]): event for event in reversed(events)}  # first lives
     assert {(f"fleet-{worker}", process) for worker in (0, 1) for process in (0, 1)} <= started.keys()
     assert all(event["seed"] == fold(3, "simulators", 0, 0) for event in events if event["worker"] != "evaluator-0")
     firsts = [fragment for fragment in stored_fragments(run_dir) if fragment.group_id.endswith(f"-{fragment.slot}-0")]
