@@ -421,7 +421,7 @@ class ControlLearner:
         return minibatch_steps(arrays.counted, self._config.minibatches, rng)
 
     def _reward_scale(self, arrays: FragmentArrays) -> float:
-        """What the rewards of an update are multiplied by."""
+        """What the rewards of an update are multiplied by; with ``auto`` its returns count from here on."""
         if self._config.reward_scale != "auto":
             return self._config.reward_scale
         self._returns = self._returns + squared_returns(arrays, self._config.discount)

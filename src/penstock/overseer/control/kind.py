@@ -255,7 +255,7 @@ def check_resume(config: FleetRunConfig, spaces: Spaces, checkpoint: Path) -> No
     """
     trained, trained_spaces = read_control_form(checkpoint / "model")
     ours, theirs = config.model.model_dump(mode="json"), trained.model_dump(mode="json")
-    if ours["module"] is not None is not theirs["module"]:
+    if ours["module"] and theirs["module"]:
         theirs["module"] = ours["module"]  # where code lies is nothing that was trained
     check_kept(ours, theirs, checkpoint, lambda name: f"model.{name}")
     if not spaces.same_form(trained_spaces):
