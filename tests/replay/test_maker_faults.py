@@ -136,5 +136,10 @@ def test_an_error_in_ones_own_maker_names_it(open_buffer):
     run.add(run.group())
     with pytest.raises(RunFailed, match="Broken.create_batch returned 5: a batch is a list of RLExample"):
         run.buffer.sample(1)
+    rollout = run.group().rollouts[0]
+    run = open_buffer(Broken(lambda: [example_from_rollout(rollout, float("nan"), max_tokens=64)]))
+    run.add(run.group())
+    with pytest.raises(RunFailed, match=f"create_batch gave rollout {rollout.rollout_id} an advantage of nan"):
+        run.buffer.sample(1)
     with pytest.raises(ConfigError, match="batch_size is 0"):
         run.buffer.sample(0)

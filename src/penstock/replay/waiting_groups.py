@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from penstock.batch import BatchMaker, Dropped, PacedBatchMaker
 from penstock.replay.freshness import FreshnessRules, FreshnessWindow, Verdict
 from penstock.types import (
@@ -346,8 +348,8 @@ class BatchMakers:
                 batch_size //= 2
             return [], []
         maker.set_step(step)
-        examples = maker.create_batch(batch_size) or []
-        return examples, maker.dropped()
+        examples = _guarded(maker, "create_batch", batch_size) or []
+        return _checked(maker, examples), maker.dropped()
 
 
 def is_paced(maker: AnyMaker) -> bool:
@@ -391,6 +393,12 @@ def _checked(maker: AnyMaker, examples: Any) -> list[TrainingExample]:
             f"{type(maker).__name__}.create_batch returned {wrong!r}: a batch is a list of RLExample; "
             "penstock.batch.example_from_rollout makes one (of fragments, of penstock.types.FragmentExample)"
         )
+    for example in examples:
+        if isinstance(example, RLExample) and not np.isfinite(example.advantage).all():
+            raise RunFailed(
+                f"{type(maker).__name__}.create_batch gave rollout {', '.join(example.rollout_ids)} an advantage of "
+                f"{example.advantage[~np.isfinite(example.advantage)][0]}: advantages are finite numbers"
+            )
     return list(examples)
 
 
