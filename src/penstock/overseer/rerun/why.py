@@ -56,7 +56,7 @@ class ExplainedRollout:
         drift: Mean over them of ℓ_θ − ℓ_b, in nats: of the weights that the update began with, less of those that are
             said to have sampled them.
         surprise: Mean over them of −ℓ_θ, in nats, under the same weights.
-        reward: Of the episode; None where the rollout's file has expired.
+        reward: Of the episode; None where the rollout's file is not there any more.
         prompt: Its text, by the run's tokenizer.
         response: What followed it, tool answers included.
         spans: The text of each of `influence.spans`.
