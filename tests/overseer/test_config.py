@@ -78,6 +78,13 @@ def test_concurrency_is_what_may_be_outstanding():
             r"replay.batch_makers.cats.name is grpo: .*but those of learner.loss.module are asked for",
         ),
         (
+            {
+                "learner": {"loss": {"advantage": "reinforce_pp_baseline"}},
+                "replay": {"batch_maker": {"name": "recency", "unit": "rollout"}},
+            },
+            r"replay.batch_maker.unit is rollout, but .* reinforce_pp_baseline has its baseline of the group's",
+        ),
+        (
             {"async": False, "rollout": {"storage": {"kind": "file", "capacity_groups": 1}}},
             "rollout.storage.capacity_groups is 1, below replay.groups_per_batch",
         ),

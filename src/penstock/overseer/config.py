@@ -433,6 +433,11 @@ class RunConfig(BaseModel):
                     f"{key}.name is grpo: the grpo batch maker measures advantages by rloo, but {asked} asked for: set "
                     "learner.loss.advantage: rloo, or choose another batch maker"
                 )
+            if maker.name == "recency" and maker.unit == "rollout" and loss.advantage == "reinforce_pp_baseline":
+                raise ValueError(
+                    f"{key}.unit is rollout, but learner.loss.advantage reinforce_pp_baseline has its baseline of the "
+                    "group's rollouts in the batch: set unit: group, or another advantage"
+                )
         if self.learner.minibatches > replay.groups_per_batch:
             raise ValueError(
                 f"learner.minibatches is {self.learner.minibatches}, more than replay.groups_per_batch = "
