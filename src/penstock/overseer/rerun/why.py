@@ -76,6 +76,11 @@ class ExplainedRollout:
     spans: tuple[str, ...] = ()
 
     @property
+    def has_finite_gradient(self) -> bool:
+        """Else it alone had an optimiser step skipped."""
+        return math.isfinite(self.influence.gradient_norm)
+
+    @property
     def sign(self) -> str:
         """Of the advantage, in words."""
         return "zero" if not self.advantage else "positive" if self.advantage > 0 else "negative"
@@ -134,7 +139,7 @@ class WhyReport:
         run_dir: Whose update.
         step: The version that it led to.
         checkpoint: Where the replay began.
-        rollouts: All, those that moved it most first.
+        rollouts: All, those that moved it most first; before them any whose own gradient is not finite.
         sums: By ``staleness``, ``version``, ``lesson`` and ``advantage``.
         unusual: Those that are least like the others, of what moved it at all; see `unusual_of`.
         batch_id: The batch that it trained on.
@@ -174,6 +179,9 @@ class WhyReport:
         title = f"{self.run_dir}: what moved update {self.step} ({len(self.rollouts)} rollouts)"
         console.print(Text(title), soft_wrap=True)
         console.print(self._table_of_sums())
+        endless = sum(not rollout.has_finite_gradient for rollout in self.rollouts)
+        if endless:
+            console.print(f"{endless} with a gradient that is not finite, first here: a step with one is skipped")
         for place, rollout in enumerate(self.rollouts[:MOST], 1):
             for line in _lines(place, rollout):
                 console.print(Text(line), soft_wrap=True)
@@ -262,7 +270,7 @@ def explain_update(run_dir: Path | str, step: int, trust: bool = False) -> WhyRe
         )
         for one in found
     ]
-    explained.sort(key=lambda rollout: -rollout.influence.moved)
+    explained.sort(key=lambda rollout: (rollout.has_finite_gradient, -rollout.influence.moved))
     sums = {
         "staleness": _sums(explained, lambda rollout: rollout.staleness),
         "version": _sums(explained, lambda rollout: rollout.version),
