@@ -145,6 +145,7 @@ def test_without_filters_a_group_stays_as_it_is(make):
     ("given", "message"),
     [
         ({"filter_difficulty": (0.5, 0.5)}, r"filter_difficulty is \[0.5, 0.5\]: the first number must be below"),
+        ({"filter_overlong": "penalise", "overlong_penalty": float("inf")}, "finite number"),
         ({"overlong_penalty": 2.0}, "overlong_penalty is 2.0, which has no effect: filter_overlong is None"),
         ({"filter_overlong": "mask", "overlong_fraction": 0.5}, "has no effect: filter_overlong is 'mask'"),
     ],

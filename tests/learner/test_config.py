@@ -80,6 +80,12 @@ def test_rows_for_cudnn_have_room_for_hardly_more_sequences_than_they_hold():
         ),
         ({"optimizer": {"learning_rate": float("inf")}}, "finite number"),
         ({"optimizer": {"weight_decay": float("inf")}}, "finite number"),
+        ({"optimizer": {"epsilon": float("inf")}}, "finite number"),
+        ({"warm_start": {"steps": 1, "learning_rate": float("inf")}}, "finite number"),
+        ({"loss": {"entropy_coefficient": float("inf")}}, "finite number"),
+        ({"kl": {"coefficient": float("inf"), "reference": "initial"}}, "finite number"),
+        ({"loss": {"preset": "ppo"}, "critic": {"coefficient": float("inf")}}, "finite number"),
+        ({"loss": {"preset": "ppo"}, "critic": {"learning_rate": float("inf")}}, "finite number"),
         ({"row_lengths": [1, 64]}, "greater than or equal to 2"),
         ({"row_lengths": ["a"]}, "row_lengths"),
         ({"row_lengths": [2, 4, 6, 8, 10]}, "at most 4"),
@@ -126,12 +132,20 @@ def test_the_warm_start_keeps_the_runs_adam_settings():
     assert (own.learning_rate, own.warmup_steps, own.schedule) == (0.01, 5, "cosine")
 
 
-def test_clips_are_refused_where_an_update_is_one_step_and_allowed_where_they_act():
-    clip = LossConfig(clip_epsilon_high=0.3, dual_clip=3.0)
-    with pytest.raises(ValidationError, match=r"loss.clip_epsilon_high is 0.3.*raise minibatches or epochs"):
-        LearnerConfig(loss=clip)
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"clip_epsilon_high": 0.3, "dual_clip": 3.0}, "clip_epsilon_high is 0.3"),
+        ({"ratio": "sequence"}, 'ratio is "sequence"'),
+    ],
+)
+def test_what_the_ratio_is_made_of_is_refused_where_an_update_is_one_step_and_allowed_where_it_acts(given, told):
+    loss = LossConfig.model_validate(given)
+    with pytest.raises(ValidationError, match=rf"loss.{told}.*raise minibatches or epochs"):
+        LearnerConfig(loss=loss)
     for more in ({"minibatches": 2}, {"epochs": 2}, {"proximal": "behaviour"}):
-        assert LearnerConfig(loss=clip, **more).loss == clip
+        assert LearnerConfig(loss=loss, **more).loss == loss
+    assert LearnerConfig(loss=LossConfig(preset="gspo")).loss.ratio == "sequence"
 
 
 def test_the_proximal_weights_are_recomputed_where_they_are_not_those_of_the_step():

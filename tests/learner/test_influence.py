@@ -73,6 +73,16 @@ def test_spans_add_up_to_their_rollout(decoder, config, examples, make_batch):
     assert sum(products) == pytest.approx(found[0].inner_product, rel=1e-4) and all(products)
 
 
+def test_a_gradient_that_is_not_finite_is_its_rollout_s_alone_and_nothing_moved(decoder, config, examples, make_batch):
+    bad = replace(examples[1], advantage=np.where(examples[1].loss_mask, np.inf, 0).astype(np.float32))
+    batch = make_batch([examples[0], bad, *examples[2:]])
+    learner = Learner(decoder, config, 9)
+    found = influences(learner, config.optimizer, batch, 0)
+    np.testing.assert_array_equal(learner.decoder.embedding, decoder.embedding)
+    assert [one.rollout_id for one in found if not np.isfinite(one.gradient_norm)] == [bad.rollout_ids[0]]
+    assert {(one.inner_product, one.moved, one.along) for one in found} == {(0.0, 0.0, 0.0)}
+
+
 def test_a_planted_outlier_moves_the_update_most(decoder, config, draw_examples, make_batch):
     examples = list(draw_examples([(3, 9)] * 16, seed=5))
     learner = Learner(decoder, config, 9)

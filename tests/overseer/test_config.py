@@ -70,6 +70,21 @@ def test_concurrency_is_what_may_be_outstanding():
             "filter_zero_variance is true: it leaves out groups whose episodes earned the same",
         ),
         (
+            {"learner": {"loss": {"preset": "ppo"}}, "replay": {"batch_maker": {"name": "grpo"}}},
+            r"replay.batch_maker.name is grpo: .* by rloo, but 'gae' is asked for: set learner.loss.advantage: rloo",
+        ),
+        (
+            {"learner": {"loss": {"module": "a.b:C"}}, "replay": {"batch_makers": {"cats": {"name": "grpo"}}}},
+            r"replay.batch_makers.cats.name is grpo: .*but those of learner.loss.module are asked for",
+        ),
+        (
+            {
+                "learner": {"loss": {"advantage": "reinforce_pp_baseline"}},
+                "replay": {"batch_maker": {"name": "recency", "unit": "rollout"}},
+            },
+            r"replay.batch_maker.unit is rollout, but .* reinforce_pp_baseline has its baseline of the group's",
+        ),
+        (
             {"async": False, "rollout": {"storage": {"kind": "file", "capacity_groups": 1}}},
             "rollout.storage.capacity_groups is 1, below replay.groups_per_batch",
         ),

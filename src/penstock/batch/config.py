@@ -44,7 +44,7 @@ class BatchMakerConfig(BaseModel):
     filter_difficulty: tuple[float, float] | None = None
     filter_overlong: Literal["mask", "penalise"] | None = None
     overlong_fraction: float = Field(default=0.2, gt=0, le=1)
-    overlong_penalty: float = Field(default=1.0, gt=0)
+    overlong_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     arguments: dict[str, Any] = {}
 
     @model_validator(mode="after")

@@ -1,6 +1,5 @@
 """What several commands share: arguments, how they are read, and how a report is printed."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -53,9 +52,11 @@ def read_token(path: Path | None) -> str | None:
 
 
 def print_report(report: PrintableReport, as_json: bool = False) -> None:
-    """Prints a report for people, or as one JSON object."""
+    """Prints a report for people, or as one JSON object, in which numbers that are not finite are null."""
     if as_json:
-        print(json.dumps(report.to_json(), indent=2))
+        from penstock.rundir.logs import to_json
+
+        print(to_json(report.to_json(), indent=2))
         return
     from rich.console import Console
 

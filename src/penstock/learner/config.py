@@ -101,6 +101,7 @@ class LossConfig(FrozenConfig, frozen=True):
             ``gae`` at which token, and compares with a value head's (`learner.critic`); the others ask for the
             episode's sum.
         ratio: What the surrogate clips: exp(ℓ_θ − ℓ_p) of each ``token``, or its geometric mean over a ``sequence``.
+            Both are 1 where an update takes one optimiser step, but with `learner.proximal: behaviour`.
         surrogate: Of the policy gradient.
         aggregation: From tokens to the loss of one optimiser step.
         clip_epsilon_low: The ratio is clipped at 1 − this (ppo). It acts where an update takes several optimiser steps
@@ -124,7 +125,7 @@ class LossConfig(FrozenConfig, frozen=True):
     clip_epsilon_low: float = Field(default=0.2, gt=0, lt=1)
     clip_epsilon_high: float = Field(default=0.2, gt=0)
     dual_clip: float | None = Field(default=None, gt=1)
-    entropy_coefficient: float = Field(default=0.0, ge=0)
+    entropy_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     max_tokens: int | None = Field(default=None, gt=0)
     correction: CorrectionConfig = CorrectionConfig()
     module: str | None = None
@@ -231,7 +232,7 @@ class OptimizerConfig(FrozenConfig, frozen=True):
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    epsilon: float = Field(default=1e-8, gt=0)
+    epsilon: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     momentum: float = Field(default=0.95, ge=0, lt=1)
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     frozen: tuple[str, ...] = ()
@@ -315,7 +316,7 @@ class WarmStartConfig(FrozenConfig, frozen=True):
 
     steps: int = Field(gt=0)
     batch_size: int = Field(default=64, gt=0)
-    learning_rate: float = Field(default=1e-3, ge=0)
+    learning_rate: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
     lessons: tuple[str, ...] = ()
 
     def optimizer(self, config: OptimizerConfig) -> OptimizerConfig:
@@ -538,9 +539,9 @@ class LearnerConfig(FrozenConfig, frozen=True):
         if self.proximal == "behaviour":
             self._check_behaviour_ratio()
         elif self.optimizer_steps == 1:
-            clips = ("clip_epsilon_low", "clip_epsilon_high", "dual_clip")
+            of_ratio = ("ratio", "clip_epsilon_low", "clip_epsilon_high", "dual_clip")
             why = "an update is one optimiser step, in which the ratio is 1 (raise minibatches or epochs)"
-            refuse_idle(self.loss, clips, why, at="loss.", preset=PRESETS[self.loss.preset])
+            refuse_idle(self.loss, of_ratio, why, at="loss.", preset=PRESETS[self.loss.preset])
         return self
 
     def _check_behaviour_ratio(self) -> None:

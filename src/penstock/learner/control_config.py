@@ -17,10 +17,10 @@ class ControlOptimizerConfig(OptimizerConfig, frozen=True):
     The learning rate's course counts updates, not optimiser steps: all of an update are at one rate.
     """
 
-    learning_rate: float = Field(default=3e-4, ge=0)
+    learning_rate: float = Field(default=3e-4, ge=0, allow_inf_nan=False)
     warmup_steps: int = Field(default=0, ge=0)
     beta2: float = Field(default=0.999, ge=0, lt=1)
-    epsilon: float = Field(default=1e-5, gt=0)
+    epsilon: float = Field(default=1e-5, gt=0, allow_inf_nan=False)
     max_grad_norm: float | None = Field(default=0.5, gt=0)
 
     @model_validator(mode="after")
@@ -68,7 +68,7 @@ class ReferenceKlConfig(FrozenConfig, frozen=True):
         reference_version: The version that is kept; before it there is no penalty.
     """
 
-    coefficient: float = Field(default=0.2, gt=0)
+    coefficient: float = Field(default=0.2, gt=0, allow_inf_nan=False)
     decay: float = Field(default=0.9995, gt=0, le=1)
     reference: str | None = None
     reference_version: int = Field(default=0, ge=0)
@@ -132,8 +132,8 @@ class PpoConfig(FrozenConfig, frozen=True):
     epochs: int = Field(default=4, ge=1)
     minibatches: int = Field(default=4, ge=1)
     normalize_advantages: Literal["minibatch", "batch", "none"] = "minibatch"
-    entropy_coefficient: float = Field(default=0.01, ge=0)
-    value_coefficient: float = Field(default=0.5, ge=0)
+    entropy_coefficient: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    value_coefficient: float = Field(default=0.5, ge=0, allow_inf_nan=False)
     target_kl: float | None = Field(default=None, gt=0)
     burn_in: int = Field(default=0, ge=0)
     value_warmup_updates: int = Field(default=0, ge=0)

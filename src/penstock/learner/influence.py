@@ -68,7 +68,8 @@ class RolloutInfluence:
 
     Attributes:
         rollout_id: The rollout.
-        gradient_norm: As of `SpanInfluence`, like `inner_product`.
+        gradient_norm: As of `SpanInfluence`, like `inner_product`. Where it is not finite, neither is the whole
+            gradient, and the optimiser skips the step, which then counts in nothing else.
         inner_product: Of all of its tokens.
         moved: Σ‖d_i‖ / Σ‖u‖ over optimiser steps: how much of the update would be another without it.
         along: Σ⟨d_i, u⟩ / Σ‖u‖²: the share of the update, in its own direction, that would be missing.
@@ -104,16 +105,18 @@ def influences(
     for step in learner.planned_steps(batch, version_step):
         taken = _director(config)(step.decoder, step.state, step.gradients)
         norm = float(optax.tree.norm(taken))
-        length, square = length + norm, square + norm**2
+        was_taken = math.isfinite(norm)
+        if was_taken:
+            length, square = length + norm, square + norm**2
         for example in step.examples:
             rollout_id = example.rollout_ids[0]
             advantages[rollout_id] = float(example.advantage[example.loss_mask].mean(dtype=float))
             measure = partial(_meter(config), step.decoder, step.state, step.gradients, taken)
             found = measure(step.gradient_of(rollout_id, 0, len(example.tokens)))
-            whole[rollout_id].add(found, step.rate)
+            whole[rollout_id].add(found, step.rate if was_taken else None)
             for start, stop in _several_spans(example):
                 part = _products(step.gradient_of(rollout_id, start, stop), taken)
-                spans[rollout_id, start, stop].add(StepInfluence(*part, *part), step.rate)
+                spans[rollout_id, start, stop].add(StepInfluence(*part, *part), step.rate if was_taken else None)
     parts: dict[str, list[SpanInfluence]] = defaultdict(list)
     for (rollout_id, start, stop), total in spans.items():
         parts[rollout_id].append(SpanInfluence(start, stop, total.norm, total.inner))
@@ -137,9 +140,12 @@ class _Sum:
     def __init__(self) -> None:
         self._squares = self.inner = self.moved = self.along = 0.0
 
-    def add(self, found: StepInfluence, rate: float) -> None:
+    def add(self, found: StepInfluence, rate: float | None) -> None:
+        """One more; without a rate of a step that was skipped, which nothing moved."""
         norm, inner, moved, along = map(float, jax.device_get(found))
         self._squares += norm**2
+        if rate is None:
+            return
         self.inner += rate * inner
         self.moved += moved
         self.along += along

@@ -24,7 +24,7 @@ class KlConfig(BaseModel, frozen=True, extra="forbid"):
         ema_decay: Of ``ema``: after an update the reference is this · reference + (1 − this) · policy.
     """
 
-    coefficient: float = Field(default=0.0, ge=0)
+    coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     estimator: Literal["k1", "k2", "k3"] = "k3"
     place: Literal["loss", "reward"] = "loss"
     reference: str | None = Field(default=None, min_length=1)
@@ -96,8 +96,8 @@ class CriticConfig(BaseModel, frozen=True, extra="forbid"):
         normalize_advantages: To mean 0 and deviation 1 over the batch's sampled tokens.
     """
 
-    learning_rate: float = Field(default=1e-4, ge=0)
-    coefficient: float = Field(default=0.5, gt=0)
+    learning_rate: float = Field(default=1e-4, ge=0, allow_inf_nan=False)
+    coefficient: float = Field(default=0.5, gt=0, allow_inf_nan=False)
     clip: float | None = Field(default=0.2, gt=0)
     discount: float = Field(default=1.0, gt=0, le=1)
     gae_lambda: float = Field(default=0.95, ge=0, le=1)

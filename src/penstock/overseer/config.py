@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from penstock.batch.config import BatchMakerConfig
 from penstock.curriculum.config import CurriculumConfig, SamplingParams
 from penstock.inference.config import InferenceConfig
 from penstock.learner.config import PRESET_FILTERS, LearnerConfig
@@ -424,6 +425,19 @@ class RunConfig(BaseModel):
             )
         if self.learner.kl.in_reward:
             self._check_kl_in_reward()
+        loss = self.learner.loss
+        for key, maker in self._batch_makers.items():
+            if maker.name == "grpo" and (loss.module is not None or loss.advantage != "rloo"):
+                asked = f"{loss.advantage!r} is" if loss.module is None else "those of learner.loss.module are"
+                raise ValueError(
+                    f"{key}.name is grpo: the grpo batch maker measures advantages by rloo, but {asked} asked for: set "
+                    "learner.loss.advantage: rloo, or choose another batch maker"
+                )
+            if maker.name == "recency" and maker.unit == "rollout" and loss.advantage == "reinforce_pp_baseline":
+                raise ValueError(
+                    f"{key}.unit is rollout, but learner.loss.advantage reinforce_pp_baseline has its baseline of the "
+                    "group's rollouts in the batch: set unit: group, or another advantage"
+                )
         if self.learner.minibatches > replay.groups_per_batch:
             raise ValueError(
                 f"learner.minibatches is {self.learner.minibatches}, more than replay.groups_per_batch = "
@@ -432,9 +446,7 @@ class RunConfig(BaseModel):
 
     def _check_kl_in_reward(self) -> None:
         """It changes rewards once a batch is drawn: advantages must be of what is in the batch."""
-        makers = {"replay.batch_maker": self.replay.batch_maker}
-        makers |= {f"replay.batch_makers.{name}": maker for name, maker in self.replay.batch_makers.items()}
-        for key, maker in makers.items():
+        for key, maker in self._batch_makers.items():
             whole = maker.name == "deadline" or (maker.name == "recency" and maker.unit == "group")
             if not whole:
                 unit = f"name is {maker.name}" + (f", {key}.unit {maker.unit}" if maker.name == "recency" else "")
@@ -447,6 +459,12 @@ class RunConfig(BaseModel):
                     f"{key}.filter_zero_variance is true: it leaves out groups whose rewards are equal, but with "
                     "learner.kl.place: reward they differ all the same; set it to false"
                 )
+
+    @property
+    def _batch_makers(self) -> dict[str, BatchMakerConfig]:
+        """All that there are, by their keys."""
+        own = {f"replay.batch_makers.{name}": maker for name, maker in self.replay.batch_makers.items()}
+        return {"replay.batch_maker": self.replay.batch_maker, **own}
 
     def dump(self) -> dict[str, Any]:
         """Plain values under the names that YAML uses."""

@@ -14,7 +14,7 @@ import hashlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, final
@@ -120,6 +120,19 @@ class StoredRollouts:
         ids = "\n".join(rollout.rollout_id for group in kept for rollout in group.rollouts)
         digest = hashlib.blake2b(ids.encode(), digest_size=16).hexdigest()
         return cls(source, tuple(kept), sum(len(group.rollouts) for group in kept), dict(left_out), digest)
+
+    @staticmethod
+    def records(source: Path, groups: Collection[str]) -> list[RolloutRecord]:
+        """The rollouts of some groups, with texts; none where the place, or what was in it, is not there any more.
+
+        Args:
+            source: As of `read`.
+            groups: Ids of those wanted.
+        """
+        try:
+            return [record for record in _records(source) if record.group_id in groups]
+        except ConfigError:  # nothing is there
+            return []
 
 
 def _records(source: Path) -> Iterator[RolloutRecord]:

@@ -15,7 +15,8 @@ from penstock.overseer.language.offline import OfflineKind
 from penstock.overseer.plan import describe_plan
 from penstock.overseer.rerun.replay import replay_updates
 from penstock.overseer.rerun.why import explain_update
-from penstock.rundir import read_events, read_metrics, read_status
+from penstock.rundir import RunDirectory, read_events, read_metrics, read_status
+from penstock.rundir.live_files import RunFiles
 from penstock.types import ConfigError, RunFailed
 from tests.overseer.conftest import tiny
 
@@ -87,6 +88,15 @@ def test_a_run_on_a_run_s_rollouts_is_made_again_resumed_and_accounted_for(tmp_p
     assert {(rollout.version, rollout.staleness) for rollout in report.rollouts} == {(None, None)}
     report.print(Console(file=(text := io.StringIO()), width=200))
     assert "  no version  " in text.getvalue() and "old)" not in text.getvalue()
+    stored = RunFiles.list_now(RunDirectory(source)).records()
+    rewards = {record.rollout.rollout_id: record.rollout.episode_reward for record in stored}
+    assert all(rollout.reward == rewards[rollout.influence.rollout_id] for rollout in report.rollouts)
+    other = ["learner.loss.preset=grpo"]
+    assert replay_updates(tmp_path / "straight", 7, changes=other).updates[0].different  # by those rewards, too
+    source.rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"--set changes the advantage.*is not in .*source any more"):
+        replay_updates(tmp_path / "straight", 7, changes=other)
+    assert {rollout.reward for rollout in explain_update(tmp_path / "straight", 7).rollouts} == {None}
     (told,) = [
         each for each in read_events(tmp_path / "straight" / "events.jsonl") if each["event"] == "stored_rollouts"
     ]

@@ -216,6 +216,7 @@ def test_a_batch_that_is_not_what_was_trained_is_found_out(runs: Path, tmp_path:
     ("arguments", "message"),
     [
         (["--step", "7"], "--step is 7, and {run} has no such update: it made updates 1 to 6"),
+        (["--step", "0"], "--step is 0: updates count from 1; "),
         (["--step", "3", "--until", "9"], "--until is 9, and {run} has no such update: it made updates 1 to 6"),
         (["--step", "3", "--until", "2"], "--until is 2, before --step 3: give a later update, or leave it out"),
         (["--step", "3", "--set", "steps=4"], "--set steps=4: only keys under learner. act on an update that is made"),

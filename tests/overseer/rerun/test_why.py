@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from penstock import cli
+from penstock.cli.arguments import print_report
 from penstock.learner.influence import RolloutInfluence
 from penstock.overseer.config import RunConfig
 from penstock.overseer.language.kind import LanguageKind
@@ -48,6 +50,17 @@ def test_what_is_unlike_the_others_is_found_whatever_it_moved():
     assert found[0].usual == 0 and found[0].value == 8 and found[0].deviations == pytest.approx(8)
     # drift of 64: the median distance from the median is 0.0500 (of 61 evenly spread) or next to it
     assert found[1].deviations == pytest.approx(0.5 / (1.4826 * 0.05), rel=0.05)
+
+
+def test_a_gradient_that_is_not_finite_is_told_and_is_null_in_json(capsys):
+    bad = rollout("bad", 0.0)
+    bad = replace(bad, influence=replace(bad.influence, gradient_norm=float("nan")))
+    report = WhyReport(Path("run"), 3, "step-2", (bad, rollout("good", 0.0)), {})
+    print_report(report)
+    assert "1 with a gradient that is not finite, first here: a step with one is skipped" in capsys.readouterr().out
+    print_report(report, as_json=True)
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["rollouts"]
+    assert [one["gradient_norm"] for one in told] == [None, 1.0]
 
 
 def test_what_moved_nothing_or_was_not_rewarded_or_is_usual_is_not_told():

@@ -28,7 +28,7 @@ from penstock.model.programs import arithmetic, compile_programs
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import all_keys, load_config, load_recorded_config, with_what_follows
 from penstock.overseer.kind import PolicyKind, RunStart
-from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, RolloutStore
+from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, RolloutStore, StoredRollouts
 from penstock.replay.history import StoredBatch
 from penstock.rundir import RunDirectory, read_events, read_metrics
 from penstock.types import (
@@ -108,8 +108,11 @@ class StoredRun:
         """The newest version before update `step` that has a checkpoint.
 
         Raises:
+            ConfigError: no update has such a number.
             CheckpointError: there is none; the message names the nearest.
         """
+        if step < 1:
+            raise ConfigError(f"--step is {step}: updates count from 1; an update is called by the version it led to")
         root, by_step = self.directory.checkpoints, self.checkpoints
         before = [found for found in by_step if found < step]
         if before:
@@ -159,15 +162,23 @@ class StoredRun:
         return {stored.outcome.step: stored for stored in batches if lineages.survives(stored.outcome, lineages.newest)}
 
     def records(self, rollout_ids: Collection[str], whole_groups: bool = False) -> dict[str, RolloutRecord[Any]]:
-        """Sealed rollouts or fragments, by id.
+        """Sealed rollouts or fragments, by id; in a run on stored rollouts those of the place that it has them from.
 
         Args:
             rollout_ids: Of those wanted; an id that is in no file any more is left out.
             whole_groups: Whether the rest of their groups is wanted, too.
         """
         groups = {rollout_id.rpartition("/")[0] for rollout_id in rollout_ids}
-        found = {record.rollout.rollout_id: record for record in self._store.read_records(groups)}
+        stored = self._stored_rollouts
+        read = self._store.read_records(groups) if stored is None else StoredRollouts.records(stored, groups)
+        found = {record.rollout.rollout_id: record for record in read}
         return found if whole_groups else {key: record for key, record in found.items() if key in set(rollout_ids)}
+
+    @property
+    def _stored_rollouts(self) -> Path | None:
+        """Where a run on stored rollouts has them from; None of a run that generates."""
+        source = self.config.replay.from_rollouts if isinstance(self.config, RunConfig) else None
+        return None if source is None else Path(source)
 
     # --- what an update is made of -------------------------------------------------------------------------------
 
@@ -276,9 +287,11 @@ class StoredRun:
         records = self.records(ids, whole_groups=whole)
         gone = [rollout_id for rollout_id in ids if rollout_id not in records]
         if gone:
+            place = self._stored_rollouts
+            why = "has expired (replay.store.max_bytes)" if place is None else f"is not in {place} any more"
             raise ConfigError(
-                f"--set changes the advantage, which is of rewards, and rollout {gone[0]} of update {update.step} has "
-                "expired (replay.store.max_bytes): keep learner.loss.advantage"
+                f"--set changes the advantage, which is of rewards, and rollout {gone[0]} of update {update.step} "
+                f"{why}: keep learner.loss.advantage"
             )
         members: dict[str, list[AnyRollout]] = {}
         for rollout_id in dict.fromkeys([*ids, *records]):

@@ -56,7 +56,7 @@ class ExplainedRollout:
         drift: Mean over them of ℓ_θ − ℓ_b, in nats: of the weights that the update began with, less of those that are
             said to have sampled them.
         surprise: Mean over them of −ℓ_θ, in nats, under the same weights.
-        reward: Of the episode; None where the rollout's file has expired.
+        reward: Of the episode; None where the rollout's file is not there any more.
         prompt: Its text, by the run's tokenizer.
         response: What followed it, tool answers included.
         spans: The text of each of `influence.spans`.
@@ -74,6 +74,11 @@ class ExplainedRollout:
     prompt: str
     response: str
     spans: tuple[str, ...] = ()
+
+    @property
+    def has_finite_gradient(self) -> bool:
+        """Else it alone had an optimiser step skipped."""
+        return math.isfinite(self.influence.gradient_norm)
 
     @property
     def sign(self) -> str:
@@ -134,7 +139,7 @@ class WhyReport:
         run_dir: Whose update.
         step: The version that it led to.
         checkpoint: Where the replay began.
-        rollouts: All, those that moved it most first.
+        rollouts: All, those that moved it most first; before them any whose own gradient is not finite.
         sums: By ``staleness``, ``version``, ``lesson`` and ``advantage``.
         unusual: Those that are least like the others, of what moved it at all; see `unusual_of`.
         batch_id: The batch that it trained on.
@@ -174,6 +179,9 @@ class WhyReport:
         title = f"{self.run_dir}: what moved update {self.step} ({len(self.rollouts)} rollouts)"
         console.print(Text(title), soft_wrap=True)
         console.print(self._table_of_sums())
+        endless = sum(not rollout.has_finite_gradient for rollout in self.rollouts)
+        if endless:
+            console.print(f"{endless} with a gradient that is not finite, first here: a step with one is skipped")
         for place, rollout in enumerate(self.rollouts[:MOST], 1):
             for line in _lines(place, rollout):
                 console.print(Text(line), soft_wrap=True)
@@ -262,7 +270,7 @@ def explain_update(run_dir: Path | str, step: int, trust: bool = False) -> WhyRe
         )
         for one in found
     ]
-    explained.sort(key=lambda rollout: -rollout.influence.moved)
+    explained.sort(key=lambda rollout: (rollout.has_finite_gradient, -rollout.influence.moved))
     sums = {
         "staleness": _sums(explained, lambda rollout: rollout.staleness),
         "version": _sums(explained, lambda rollout: rollout.version),
