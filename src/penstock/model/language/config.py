@@ -27,7 +27,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
 class RopeScaling(_Frozen):
