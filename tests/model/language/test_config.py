@@ -224,6 +224,16 @@ def test_an_initial_model_takes_what_is_not_given_from_the_rest():
     assert InitConfig(vocab_size=400).model(vocab_size=382, dtype="float32").vocab_size == 400
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text"])
+def test_a_drawn_model_is_the_same_once_it_is_saved(family):
+    drawn = InitConfig(model_type=family, num_key_value_heads=2).model(vocab_size=382, dtype="float32")
+    file = json.loads(json.dumps(drawn.to_hugging_face()))
+    assert ModelConfig.from_hugging_face(file) == drawn
+    assert drawn.windows == (None, None)
+    # transformers makes Gemma 3's mask of layers with a window even where there is none
+    assert family != "gemma3_text" or file["sliding_window"] == file["max_position_embeddings"]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
