@@ -59,11 +59,8 @@ def fit(
         )
     config.check_trains()
     adaptable = bool(models) or config.model.directory is not None
-    if lora is not None and (not adaptable or lora < 1):
-        why = (
-            f"it is at least 1, not {lora}" if adaptable else "model.init draws a model, beside which no adapter trains"
-        )
-        raise ConfigError(f"--lora: {why}: name a checkpoint by model.path, or shapes by --models")
+    if lora is not None:
+        _check_lora(lora, config, adaptable)
     named = {name: shape_named(name, config) for name in models} or {"": model_shape(config.model)}
     sized = [of_rows(config, length) for length in rows] or [config]
     if lora is not None:
@@ -83,6 +80,18 @@ def fit(
     (run,) = runs.values()
     report = fit_run(*run, compiler)
     return report if report.fits else replace(report, remedy=smallest_change(*run, compiler, report, adaptable))
+
+
+def _check_lora(rank: int, config: RunConfig, adaptable: bool) -> None:
+    if rank < 1:
+        raise ConfigError(f"--lora is {rank}: the rank of an adapter is at least 1")
+    if config.model.lora is not None:
+        raise ConfigError(f"--lora is {rank}, and model.lora says what adapter the run trains: leave one of them out")
+    if not adaptable:
+        raise ConfigError(
+            "--lora: model.init draws a model, beside which no adapter trains: name a checkpoint by model.path, or "
+            "shapes by --models"
+        )
 
 
 def with_adapter(model: ModelConfig, rank: int) -> ModelConfig:
