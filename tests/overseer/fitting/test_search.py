@@ -197,6 +197,12 @@ def test_shapes_are_named_by_their_end_or_by_a_path(config, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(shape_named("0.5b", config).to_hugging_face()))
     assert shape_named(str(file), config).hidden_size == shape_named(str(tmp_path), config).hidden_size == 896
+    other = tmp_path / "larger.json"  # is read itself, and not the config.json beside it
+    other.write_text(json.dumps(shape_named("1.5b", config).to_hugging_face()))
+    assert shape_named(str(other), config).hidden_size == 1536
+    other.write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match=r"^.*larger\.json: model_type is 'gpt2'"):
+        shape_named(str(other), config)
     for wrong in ("", "5b", "9b"):  # the second is the end of two
         with pytest.raises(ConfigError, match=r"--models names .*: there are Qwen2.5-0.5B, Qwen2.5-1.5B, Qwen2.5-7B"):
             shape_named(wrong, config)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.inference.sequence import check_length
+from penstock.model.json_files import read_json
 from penstock.model.language.attention_choice import Remat
 from penstock.model.language.config import ModelConfig
 from penstock.model.language.lora import LoraConfig
@@ -114,14 +115,20 @@ def shape_named(name: str, config: RunConfig) -> ModelConfig:
     shipped = shipped_shapes()
     path = Path(name).expanduser()
     found = [file for known, file in shipped.items() if known.lower().endswith(name.lower())]
-    if len(found) == 1 and name:
-        model = ModelConfig.from_hugging_face(json.loads(found[0].read_text("utf-8")), config.model.dtype)
-        return model if config.model.lora is None else model.with_lora(config.model.lora, "model.lora")
-    if name and path.exists():
-        file = path / "config.json" if path.is_dir() else path
-        return model_shape(config.model.model_copy(update={"init": None, "path": str(file.parent)}))
-    known = ", ".join(sorted(shipped))
-    raise ConfigError(f"--models names {name!r}: there are {known}; or give the path of a config.json")
+    if name and len(found) == 1:
+        content = json.loads(found[0].read_text("utf-8"))
+    elif path.is_file():
+        content = read_json(path)
+    elif name and path.is_dir():
+        return model_shape(config.model.model_copy(update={"init": None, "path": str(path)}))
+    else:
+        known = ", ".join(sorted(shipped))
+        raise ConfigError(f"--models names {name!r}: there are {known}; or give the path of a config.json")
+    try:
+        model = ModelConfig.from_hugging_face(content, config.model.dtype)
+    except ConfigError as error:  # begins with the file's usual name
+        raise ConfigError(f"{path}: {str(error).removeprefix('config.json: ')}") from error
+    return model if config.model.lora is None else model.with_lora(config.model.lora, "model.lora")
 
 
 def of_rows(config: RunConfig, length: int) -> RunConfig:
