@@ -76,6 +76,19 @@ def test_what_the_model_was_made_of_may_have_gone(checkpoint: Path, tmp_path: Pa
     check_language_resume(tiny({"model": {"tokenizer": str(tmp_path / "gone")}}), checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"dtype": "bfloat16"}, 'model.dtype is "bfloat16", but .* was trained with model.dtype="float32": '),
+        ({"lora": {"rank": 2}}, "model.lora is .*, but .* was trained with model.lora=null: "),
+    ],
+)
+def test_what_the_keys_say_is_compared_without_the_directory_too(checkpoint: Path, tmp_path: Path, keys, message):
+    gone = {"init": None, "path": str(tmp_path / "gone")}
+    with pytest.raises(ConfigError, match=f"^{message}a resumed run keeps its model; give these values, or begin"):
+        check_language_resume(tiny({"model": gone | keys}), checkpoint)
+
+
 def test_another_tokenizer_is_refused(checkpoint: Path, tmp_path: Path):
     shutil.copytree(checkpoint / "model", tmp_path / "same")
     check_language_resume(tiny({"model": {"tokenizer": str(tmp_path / "same")}}), checkpoint)

@@ -43,6 +43,9 @@ def test_defaults_are_those_of_the_format():
     assert (config.num_key_value_heads, config.head_dim) == (4, 8)
     assert (config.rope_theta, config.rms_norm_eps, config.tie_word_embeddings) == (10000.0, 1e-6, False)
     assert config.max_position_embeddings == 2048
+    for family, longest in {"qwen2": 32768, "qwen3": 32768, "mistral": 131072, "phi3": 4096}.items():
+        assert ModelConfig.from_hugging_face(HUGGING_FACE | {"model_type": family}).max_position_embeddings == longest
+    assert ModelConfig.from_hugging_face(HUGGING_FACE | {"model_type": "qwen3"}).head_dim == 128
 
 
 @pytest.mark.parametrize(
@@ -151,7 +154,21 @@ def test_yarn_without_an_original_context_stretches_the_one_there_is():
         ({"mlp_bias": True}, "mlp_bias is true"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
         ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope type is 'longrope'"),
-        ({"model_type": "phi3", "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            r"rope type is 'yarn': supported are default and llama3 \(yarn is a name of LongRoPE in phi3\)",
+        ),
+        ({"rope_scaling": YARN | {"factor": 0}}, "yarn.factor: Input should be greater than or equal to 1"),
+        ({"rope_scaling": YARN | {"factor": float("inf")}}, "yarn.factor: Input should be a finite number"),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": 0}},
+            "_embeddings: Input should be greater than 0",
+        ),
+        ({"rope_theta": float("nan")}, "rope_theta: Input should be a finite number"),
+        ({"rope_parameters": {"full_attention": 3}}, "rope_parameters has 3: it must be a section of keys"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false': it must be true or false"),
+        ({"head_dim": 0}, "head_dim: Input should be greater than 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads: Input should be greater than 0"),
         ({"rope_scaling": {"type": "yarn"}}, "yarn rope scaling: factor is None: it must be a number"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": "many"}}, "beta_fast is 'many'"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 64}}, "beta_fast must be greater"),
@@ -159,7 +176,7 @@ def test_yarn_without_an_original_context_stretches_the_one_there_is():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (
             {"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": True},
-            r"sliding_window is 512, less than max_position_embeddings \(2048\)",
+            r"sliding_window is 512, less than max_position_embeddings \(32768\)",
         ),
         ({"num_attention_heads": 5}, "head_dim is missing and hidden_size .32. is no multiple"),
         ({"num_key_value_heads": 3}, r"^config.json: num_attention_heads \(4\) must be a multiple"),
@@ -205,6 +222,16 @@ def test_an_initial_model_takes_what_is_not_given_from_the_rest():
     assert config.intermediate_size == 176  # 8/3 · 64 = 170.67, the next multiple of 16
     assert config.dtype == "bfloat16"
     assert InitConfig(vocab_size=400).model(vocab_size=382, dtype="float32").vocab_size == 400
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text"])
+def test_a_drawn_model_is_the_same_once_it_is_saved(family):
+    drawn = InitConfig(model_type=family, num_key_value_heads=2).model(vocab_size=382, dtype="float32")
+    file = json.loads(json.dumps(drawn.to_hugging_face()))
+    assert ModelConfig.from_hugging_face(file) == drawn
+    assert drawn.windows == (None, None)
+    # transformers makes Gemma 3's mask of layers with a window even where there is none
+    assert family != "gemma3_text" or file["sliding_window"] == file["max_position_embeddings"]
 
 
 @pytest.mark.parametrize(

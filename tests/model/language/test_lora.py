@@ -176,6 +176,8 @@ QUERY = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
         (changed(r=5), r"has shape \[4, 48\], not \[5, 48\]; .* and 25 more"),
         (changed(target_modules=["q_proj"]), r"down_proj.lora_A.weight is unknown; .* and 21 more"),
         (tensors(lambda t: t.pop(QUERY)), r"does not fit the base in .*llama: .*layers.1.*q_proj.lora_A.* is missing"),
+        (tensors(lambda t: t[QUERY].fill(np.nan)), f"{QUERY} holds numbers that are not finite: the file is damaged"),
+        (tensors(lambda t: t.update({QUERY: t[QUERY].astype(np.int32)})), f"{QUERY} is stored as I32: only floating"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors cannot be read"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x"), "model.safetensors cannot be read"),
         (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json is not valid JSON"),

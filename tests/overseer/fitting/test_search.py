@@ -5,6 +5,7 @@ import json
 import pytest
 
 import penstock
+from penstock.model.language.lora import LoraConfig
 from penstock.overseer.estimate import estimate_memory
 from penstock.overseer.fitting import search
 from penstock.overseer.fitting.chips import Chip
@@ -149,8 +150,11 @@ def test_sequences_that_no_engine_would_take_are_refused_before_anything_is_comp
 def test_an_adapter_is_asked_for_where_a_model_may_have_one(config):
     with pytest.raises(ConfigError, match="--lora: model.init draws a model, beside which no adapter trains"):
         fit(config, "cpu", lora=16)
-    with pytest.raises(ConfigError, match="--lora: it is at least 1, not 0"):
+    with pytest.raises(ConfigError, match="^--lora is 0: the rank of an adapter is at least 1$"):
         fit(config, "cpu", ["0.5b"], lora=0)
+    policy = config.model.model_copy(update={"init": None, "path": "base", "lora": LoraConfig(rank=4)})
+    with pytest.raises(ConfigError, match=r"--lora is 16, and model\.lora says what adapter the run trains: leave one"):
+        fit(config.model_copy(update={"model": policy}), "cpu", ["0.5b"], lora=16)
 
 
 @pytest.mark.parametrize("engine", ["openai", "sglang"])
@@ -193,6 +197,12 @@ def test_shapes_are_named_by_their_end_or_by_a_path(config, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(shape_named("0.5b", config).to_hugging_face()))
     assert shape_named(str(file), config).hidden_size == shape_named(str(tmp_path), config).hidden_size == 896
+    other = tmp_path / "larger.json"  # is read itself, and not the config.json beside it
+    other.write_text(json.dumps(shape_named("1.5b", config).to_hugging_face()))
+    assert shape_named(str(other), config).hidden_size == 1536
+    other.write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match=r"^.*larger\.json: model_type is 'gpt2'"):
+        shape_named(str(other), config)
     for wrong in ("", "5b", "9b"):  # the second is the end of two
         with pytest.raises(ConfigError, match=r"--models names .*: there are Qwen2.5-0.5B, Qwen2.5-1.5B, Qwen2.5-7B"):
             shape_named(wrong, config)

@@ -25,6 +25,7 @@ from penstock.model.json_files import write_json
 from penstock.model.language.config import ADAPTER, ModelConfig
 from penstock.model.language.lora import CONFIG_FILE, MATRICES, WEIGHTS_FILE, write_adapter_config
 from penstock.model.language.precision import linear, rounded
+from penstock.model.tensor_files import TensorFiles
 from penstock.types import CheckpointError, generator
 
 _OUTER = {"a": "lora_A.weight", "b": "lora_B.weight"}
@@ -154,43 +155,44 @@ def read_adapter(directory: Path, config: ModelConfig, digest: str) -> dict[str,
         digest: `base_digest` of the base that was loaded.
 
     Raises:
-        CheckpointError: a file is missing or broken, its tensors fit neither configuration nor base, or it was trained
-            beside other weights.
+        CheckpointError: a file is missing or broken, its tensors fit neither configuration nor base or are not finite,
+            or it was trained beside other weights.
     """
     path, shapes = directory / WEIGHTS_FILE, adapter_shapes(config)
     assert config.lora is not None  # or there is nothing to read
     dtype = jnp.dtype(config.lora.dtype or config.dtype)
     try:
         with safe_open(str(path), framework="np") as file:
-            _check(path, config, file)
+            files = TensorFiles(dict.fromkeys(file.keys(), file), directory)
+            _check(path, config, files.shapes)
             trained_beside = (file.metadata() or {}).get(_DIGEST, digest)
             if trained_beside != digest:
                 raise CheckpointError(
                     f"{directory} was trained beside other weights than those in {config.base}: name its own base by "
                     "model.base, or put that back"
                 )
-            return {name: jnp.asarray(_stacked(file, name, shape).astype(dtype)) for name, shape in shapes.items()}
+            return {name: jnp.asarray(_stacked(files, name, shape).astype(dtype)) for name, shape in shapes.items()}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _stacked(file: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    return np.stack([file.get_tensor(tensor).T for tensor in tensor_names(name, shape[0])])
+def _stacked(files: TensorFiles, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    return np.stack([files.read(tensor).T for tensor in tensor_names(name, shape[0])])
 
 
-def _check(path: Path, config: ModelConfig, file: Any) -> None:
+def _check(path: Path, config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:
     expected = {
         tensor: shape[:0:-1]
         for name, shape in adapter_shapes(config).items()
         for tensor in tensor_names(name, shape[0])
     }
-    present = set(file.keys())
-    problems = [f"{name} is missing" for name in expected if name not in present]
-    problems += [f"{name} is unknown" for name in sorted(present - expected.keys())]
-    for name in present & expected.keys():
-        found = tuple(file.get_slice(name).get_shape())
-        if found != expected[name]:
-            problems.append(f"{name} has shape {list(found)}, not {list(expected[name])}")
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [f"{name} is unknown" for name in sorted(found.keys() - expected.keys())]
+    problems += [
+        f"{name} has shape {list(found[name])}, not {list(shape)}"
+        for name, shape in expected.items()
+        if found.get(name, shape) != shape
+    ]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise CheckpointError(f"{path} does not fit the base in {config.base}: {'; '.join(sorted(problems)[:3])}{more}")

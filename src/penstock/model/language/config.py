@@ -27,7 +27,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
 class RopeScaling(_Frozen):
@@ -309,7 +309,8 @@ class InitConfig(_Frozen):
     """A model to be drawn at random: the fields of `ModelConfig` with defaults for small models.
 
     Attributes:
-        model_type: Family; ``qwen2`` has biases on queries, keys and values, ``qwen3`` normalised queries and keys.
+        model_type: Family; ``qwen2`` has biases on queries, keys and values, ``qwen3`` normalised queries and keys. No
+            layer has a window.
         vocab_size: Rows of the embedding; None takes the tokenizer's.
         hidden_size: Width of the residual stream.
         intermediate_size: Width of the gated MLP; None: 8/3 of the hidden size, rounded up to a multiple of 16.
@@ -348,13 +349,21 @@ class InitConfig(_Frozen):
 
     def model(self, vocab_size: int, dtype: Dtype) -> ModelConfig:
         """The complete configuration, for a tokenizer of that size where none is given here."""
-        derived = {
+        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        derived: dict[str, Any] = {
             "vocab_size": self.vocab_size or vocab_size,
             "intermediate_size": self.intermediate_size or -(-self.hidden_size * 8 // 3 // 16) * 16,
             "num_key_value_heads": self.num_key_value_heads or self.num_attention_heads,
-            "head_dim": self.head_dim or self.hidden_size // self.num_attention_heads,
+            "head_dim": head_dim,
             "dtype": dtype,
         }
+        if self.model_type == "gemma3_text":  # whose file must say these, as it will be read again
+            derived |= {
+                "layer_types": ("full_attention",) * self.num_hidden_layers,
+                "sliding_window": self.max_position_embeddings,
+                "rope_local_theta": self.rope_theta,
+                "query_pre_attn_scalar": head_dim,
+            }
         return ModelConfig.model_validate(self.model_dump() | derived)
 
     def check_describes(self, model: ModelConfig, vocab_size: int) -> None:

@@ -44,11 +44,12 @@ _NUMBERS = (
     "query_pre_attn_scalar",
     "sliding_window_pattern",
 )
+_FLAGS = ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias")
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen2": {"use_sliding_window": False},
-    "qwen3": {"use_sliding_window": False},
+    "qwen2": {"use_sliding_window": False, "max_position_embeddings": 32768},
+    "qwen3": {"use_sliding_window": False, "max_position_embeddings": 32768, "head_dim": 128},
     "mistral": {"sliding_window": 4096, "max_position_embeddings": 131072},
-    "phi3": {"rms_norm_eps": 1e-5},
+    "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     "gemma3_text": {
         "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
         "max_position_embeddings": 131072, "sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1e6,
@@ -61,6 +62,7 @@ _ACTIVATIONS = {"gemma3_text": ("hidden_activation", "gelu_pytorch_tanh")}
 _WINDOWED = ("mistral", "phi3", "gemma3_text")
 """Families whose windows are computed."""
 _GEMMA_KEYS = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _MAX_POSITIONS = 2048
 
 
@@ -85,8 +87,8 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "model_type": model_type,
         **{name: config[name] for name in _REQUIRED},
-        "num_key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-        "head_dim": config.get("head_dim") or _default_head_dim(config),
+        "num_key_value_heads": _or_else(config.get("num_key_value_heads"), config["num_attention_heads"]),
+        "head_dim": _default_head_dim(config) if config.get("head_dim") is None else config["head_dim"],
         "rope_theta": theta,
         "rope_scaling": scaling,
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
@@ -103,11 +105,21 @@ def _check_kinds(config: Mapping[str, Any]) -> None:
         value = config.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ConfigError(f"config.json: {name}: {_shown(value)} is no number")
+    for name in _FLAGS:
+        if not isinstance(config.get(name), bool | None):
+            raise ConfigError(f"config.json: {name} is {_shown(config[name])}: it must be true or false")
     for name in ("rope_parameters", "rope_scaling"):
-        if not isinstance(config.get(name), Mapping | None):
-            raise ConfigError(f"config.json: {name} is {_shown(config[name])}: it must be a section of keys")
+        whole = config.get(name)
+        inner = [whole.get(kind) for kind in _LAYER_TYPES] if isinstance(whole, Mapping) else []
+        for section in (whole, *inner):
+            if not isinstance(section, Mapping | None):
+                raise ConfigError(f"config.json: {name} has {_shown(section)}: it must be a section of keys")
     if config.get("num_attention_heads") == 0:
         raise ConfigError("config.json: num_attention_heads is 0: it must be at least 1")
+
+
+def _or_else(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
 
 
 def _shown(value: Any) -> str:
@@ -189,7 +201,10 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]
         return theta, _read_llama3(parameters)
     if kind == "yarn" and config["model_type"] != "phi3":  # there it is a former name of LongRoPE
         return theta, _read_yarn(parameters, config)
-    raise ConfigError(f"config.json: rope type is {_shown(kind)}: supported are default, llama3 and yarn")
+    known = "default, llama3 and yarn"
+    if config["model_type"] == "phi3":
+        known = "default and llama3 (yarn is a name of LongRoPE in phi3)"
+    raise ConfigError(f"config.json: rope type is {_shown(kind)}: supported are {known}")
 
 
 def _rotation(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,7 +226,7 @@ def _read_yarn(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict
     """YaRN's fields, with the factor of attention worked out (Peng et al. 2023, section 3.4)."""
     for name in ("factor", *_YARN_NUMBERS):
         value = parameters.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float | None) or (name == "factor" and not value):
+        if isinstance(value, bool) or not isinstance(value, int | float if name == "factor" else int | float | None):
             raise ConfigError(f"config.json: yarn rope scaling: {name} is {_shown(value)}: it must be a number")
     factor, original = parameters["factor"], parameters.get("original_max_position_embeddings")
 
@@ -224,10 +239,10 @@ def _read_yarn(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict
         attention = scale(own) / scale(all_dim) if own and all_dim else scale(1.0)
     return {
         "factor": factor,
-        "original_max_position_embeddings": original or config.get("max_position_embeddings", _MAX_POSITIONS),
+        "original_max_position_embeddings": _or_else(original, config.get("max_position_embeddings", _MAX_POSITIONS)),
         "attention_factor": attention,
-        "beta_fast": parameters.get("beta_fast") or 32.0,
-        "beta_slow": parameters.get("beta_slow") or 1.0,
+        "beta_fast": _or_else(parameters.get("beta_fast"), 32.0),
+        "beta_slow": _or_else(parameters.get("beta_slow"), 1.0),
         "truncate": parameters.get("truncate", True),
     }
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.inference.sequence import check_length
+from penstock.model.json_files import read_json
 from penstock.model.language.attention_choice import Remat
 from penstock.model.language.config import ModelConfig
 from penstock.model.language.lora import LoraConfig
@@ -59,11 +60,8 @@ def fit(
         )
     config.check_trains()
     adaptable = bool(models) or config.model.directory is not None
-    if lora is not None and (not adaptable or lora < 1):
-        why = (
-            f"it is at least 1, not {lora}" if adaptable else "model.init draws a model, beside which no adapter trains"
-        )
-        raise ConfigError(f"--lora: {why}: name a checkpoint by model.path, or shapes by --models")
+    if lora is not None:
+        _check_lora(lora, config, adaptable)
     named = {name: shape_named(name, config) for name in models} or {"": model_shape(config.model)}
     sized = [of_rows(config, length) for length in rows] or [config]
     if lora is not None:
@@ -83,6 +81,18 @@ def fit(
     (run,) = runs.values()
     report = fit_run(*run, compiler)
     return report if report.fits else replace(report, remedy=smallest_change(*run, compiler, report, adaptable))
+
+
+def _check_lora(rank: int, config: RunConfig, adaptable: bool) -> None:
+    if rank < 1:
+        raise ConfigError(f"--lora is {rank}: the rank of an adapter is at least 1")
+    if config.model.lora is not None:
+        raise ConfigError(f"--lora is {rank}, and model.lora says what adapter the run trains: leave one of them out")
+    if not adaptable:
+        raise ConfigError(
+            "--lora: model.init draws a model, beside which no adapter trains: name a checkpoint by model.path, or "
+            "shapes by --models"
+        )
 
 
 def with_adapter(model: ModelConfig, rank: int) -> ModelConfig:
@@ -105,14 +115,20 @@ def shape_named(name: str, config: RunConfig) -> ModelConfig:
     shipped = shipped_shapes()
     path = Path(name).expanduser()
     found = [file for known, file in shipped.items() if known.lower().endswith(name.lower())]
-    if len(found) == 1 and name:
-        model = ModelConfig.from_hugging_face(json.loads(found[0].read_text("utf-8")), config.model.dtype)
-        return model if config.model.lora is None else model.with_lora(config.model.lora, "model.lora")
-    if name and path.exists():
-        file = path / "config.json" if path.is_dir() else path
-        return model_shape(config.model.model_copy(update={"init": None, "path": str(file.parent)}))
-    known = ", ".join(sorted(shipped))
-    raise ConfigError(f"--models names {name!r}: there are {known}; or give the path of a config.json")
+    if name and len(found) == 1:
+        content = json.loads(found[0].read_text("utf-8"))
+    elif path.is_file():
+        content = read_json(path)
+    elif name and path.is_dir():
+        return model_shape(config.model.model_copy(update={"init": None, "path": str(path)}))
+    else:
+        known = ", ".join(sorted(shipped))
+        raise ConfigError(f"--models names {name!r}: there are {known}; or give the path of a config.json")
+    try:
+        model = ModelConfig.from_hugging_face(content, config.model.dtype)
+    except ConfigError as error:  # begins with the file's usual name
+        raise ConfigError(f"{path}: {str(error).removeprefix('config.json: ')}") from error
+    return model if config.model.lora is None else model.with_lora(config.model.lora, "model.lora")
 
 
 def of_rows(config: RunConfig, length: int) -> RunConfig:

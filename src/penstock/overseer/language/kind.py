@@ -83,8 +83,8 @@ def _compiling(model: ModelConfig, config: RunConfig) -> LazyPrograms:
 def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
     """Compares the language model and tokenizer that are asked for with those of the checkpoint to go on from.
 
-    What they were made of may have gone meanwhile: the checkpoint holds all that is needed. Whoever needs the source
-    all the same says so.
+    What they were made of may have gone meanwhile: the checkpoint holds all that is needed, and the keys are still
+    compared. Whoever needs the source all the same says so.
 
     Raises:
         ConfigError: the model's shape or dtype differs (the message names every field with both values), or the
@@ -98,19 +98,23 @@ def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
             "tokenizer; leave model.tokenizer and where it was loaded from as they were, or begin a new run"
         )
     try:
-        shape = model_shape(asked)
-    except ConfigError:
-        return
-    try:
         trained = read_shape(folder, asked.dtype, _base_now(config, checkpoint))
     except (CheckpointError, ConfigError) as error:
+        if is_adapter(folder):  # whose base is not there
+            raise
         raise CheckpointError(f"{folder} is not the config of a language model: {error}") from error
     state = read_state(checkpoint)
     if trained.lora is not None:
         lora = trained.lora.model_copy(update={"dtype": state["adapter_dtype"]})
         trained = trained.model_copy(update={"lora": lora})
     theirs = trained.model_dump(mode="json", exclude=_ELSEWHERE) | {"dtype": state["dtype"]}
-    ours, own = shape.model_dump(mode="json", exclude=_ELSEWHERE), {"dtype", "lora"}
+    own = {"dtype", "lora"}
+    try:
+        ours: dict[str, Any] = model_shape(asked).model_dump(mode="json", exclude=_ELSEWHERE)
+    except ConfigError:  # it is not there any more
+        ours = {"dtype": asked.dtype}
+        if asked.lora is not None:
+            ours["lora"] = asked.lora.in_dtype(asked.dtype).model_dump(mode="json")
     place, remedy = "model.init.", VALUES
     if asked.init is None:
         place = f"{asked.directory}: "
