@@ -277,7 +277,9 @@ def test_what_sglang_aborted_is_asked_again():
 def test_labels_are_versions():
     version = WeightVersion(3, 41)
     assert version_of_label(label_of(version)) == version and adapter_name(version) == "policy-3-41"
-    assert [version_of_label(label) for label in ("default", "3-", "-1", "3-4-5", None, "9" * 30 + "-1")] == [None] * 6
+    assert [
+        version_of_label(label) for label in ("default", "3-", "-1", "3-4-5", None, "9" * 30 + "-1", "0-2147483648")
+    ] == [None] * 7
 
 
 def test_the_dialect_is_that_of_the_engine():

@@ -94,9 +94,9 @@ def label_of(version: WeightVersion) -> str:
 
 
 def version_of_label(label: Any) -> WeightVersion | None:
-    """The version that a server names; None for what no run called so."""
+    """The version that a label, ``<lineage>-<step>``, names; None for what no run called so."""
     lineage, _, step = label.partition("-") if isinstance(label, str) and len(label) <= 21 else ("", "", "")
-    if not (lineage.isdecimal() and step.isdecimal()):
+    if not (lineage.isdecimal() and step.isdecimal() and max(int(lineage), int(step)) < 1 << 31):
         return None
     return WeightVersion(int(lineage), int(step))
 
