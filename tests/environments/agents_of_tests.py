@@ -1,5 +1,6 @@
 """Agents that speak to the policy through the official client, as a user's would."""
 
+import asyncio
 import json
 
 import openai
@@ -50,6 +51,14 @@ async def asking_twice(base_url: str, api_key: str, example: Example) -> float:
         async for chunk in await asked.chat.completions.create(model="policy", messages=messages, stream=True):
             said += chunk.choices[0].delta.content or ""
         return float(said == example.answer)
+
+
+async def cancelled(base_url: str, api_key: str, example: Example) -> float:
+    """Waits for a task that it has cancelled itself."""
+    task = asyncio.create_task(asyncio.sleep(60))
+    task.cancel()
+    await task
+    return 1.0
 
 
 def sampler(base_url: str, api_key: str, example: Example) -> float:

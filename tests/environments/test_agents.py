@@ -168,6 +168,39 @@ def test_requests_beside_one_another_are_samples_of_their_own(served):
     assert said == "a1a2b1c1c2", "each written once, sample by sample"
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_an_agent_waits_for_no_more_is_no_answer(served, streamed):
+    """A client that asks again once its time is up saw the second answer alone."""
+    answered, late = threading.Event(), threading.Event()
+
+    class Slow(Served):
+        """The first answer comes once the second was given."""
+
+        def generate(self, *asked):
+            done = super().generate(*asked)
+            if len(self.calls) == 1:
+                answered.wait(60)
+                late.set()
+            return done
+
+    def impatient(base_url, api_key, example):
+        messages = [{"role": "user", "content": example.prompt}]
+        with agents.client(base_url, api_key) as client:
+            with pytest.raises(openai.APITimeoutError):
+                list(client.with_options(timeout=0.3).chat.completions.create(
+                    model="x", messages=messages, stream=streamed))  # fmt: skip
+            client.chat.completions.create(model="x", messages=messages)
+            answered.set()
+            assert late.wait(60)
+            time.sleep(0.2)  # it would be taken meanwhile
+        return 0.5
+
+    context = served(["unseen", "42"], ordered=False, of=Slow)
+    (rollout,), metrics = play(context, Asked(impatient))
+    assert context.tokenizer.decode(rollout.response_tokens[rollout.response_mask]) == "42"
+    assert metrics["answers"] == metrics["samples"] == 1.0
+
+
 SCRIPT = """
 import json, os, sys, urllib.request
 problem = json.loads(sys.stdin.readline())
@@ -217,7 +250,9 @@ def test_a_program_that_is_not_there_is_named(served):
     [
         (lambda url, key, example: 1 / 0, "raised ZeroDivisionError"),
         (lambda url, key, example: sys.exit(3), "raised SystemExit: 3"),
-        (lambda url, key, example: None, "returned None as reward 0"),
+        (lambda url, key, example: None, "agent returned None: it must return a finite number"),
+        (lambda url, key, example: np.zeros(2), "agent returned array.*: it must return a finite number"),
+        (agents.cancelled, "raised RuntimeError: CancelledError"),
         (lambda url, key, example: threading.Event().wait(), "took longer than max_seconds = 0.5"),
     ],
 )
@@ -326,8 +361,9 @@ def test_a_closed_endpoint_opens_for_nobody(served):
 
 
 def test_arguments_that_make_no_sense_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="env_args.agent is an empty list"):
-        Asked([])
+    for agent in ([], ["python3", 5], 5):
+        with pytest.raises(ConfigError, match="env_args.agent is .*: it must be a function, its path, or a list"):
+            Asked(agent)
     with pytest.raises(ConfigError, match="max_seconds is 0"):
         Asked(agents.sampler, max_seconds=0)
     problems = tmp_path / "sums.jsonl"

@@ -204,8 +204,8 @@ def test_an_answer_of_the_environment_that_never_comes_fails_its_group_by_name()
         ("respond", 3, "respond returned 3: give text, or messages"),
         ("respond", [], "respond returned None: give text, or messages"),
         ("respond", {"role": "assistant", "content": "5"}, "respond returned .*: give text, or messages"),
-        ("score", None, "Wrong.score returned None as reward 0: it must return a list of 1 finite numbers"),
-        ("score", float("nan"), "Wrong.score returned nan as reward 0"),
+        ("score", None, "Wrong.score returned None: it must return a finite number"),
+        ("score", float("nan"), "Wrong.score returned nan: it"),
     ],
 )
 def test_what_is_returned_wrongly_is_said(method, returned, message):

@@ -231,9 +231,11 @@ def test_prompt_logprobs_as_vllm_tells_them(client, served_engine):
         [USER, {"role": "assistant", "content": "", "tool_calls": [ASKED], "refusal": None, "annotations": [],
                 "audio": None, "function_call": None, "reasoning_content": None},
          {"role": "tool", "tool_call_id": "call_1", "name": "add", "content": [{"type": "text", "text": "3"}]}],
+        [USER, {"role": "assistant", "tool_calls": [ASKED | {"function": {"name": "add", "arguments": ""}}]},
+         {"role": "tool", "tool_call_id": "call_1", "content": "3"}],
         [{"type": "text", **USER}],
     ],
-    ids=["OpenAI's", "as answers are sent back", "lm-evaluation-harness's"],
+    ids=["OpenAI's", "as answers are sent back", "without arguments", "lm-evaluation-harness's"],
 )  # fmt: skip
 def test_tools_and_histories_with_their_calls(client, messages):
     answer = chat(client, messages=messages, tools=[CALCULATE], tool_choice="auto", parallel_tool_calls=False)
@@ -246,6 +248,7 @@ NEUTRAL = [
     {"top_k": -1}, {"min_p": 0.0}, {"min_p": None}, {"min_tokens": 0}, {"repetition_penalty": 1.0},
     {"ignore_eos": False}, {"skip_special_tokens": True}, {"length_penalty": 1.0}, {"prompt_logprobs": None},
     {"return_token_ids": True, "top_k": -1, "min_p": 0.0}, {"n": None, "stream": None, "stop": None, "seed": None},
+    {"verbosity": None, "include_reasoning": True},
     {"presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}}, {"response_format": {"type": "text"}},
 ]  # fmt: skip
 
@@ -278,6 +281,30 @@ def test_tokens_are_called_by_their_ids(client):
     asked = {"logprobs": 1, "extra_body": {"return_token_ids": True, "return_tokens_as_token_ids": True}}
     (choice,) = complete(client, **asked).choices
     assert choice.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
+
+
+def test_a_text_begins_as_the_tokenizer_says_unless_it_is_asked_not_to(served_engine, codec):
+    class WithBeginning(type(codec)):
+        def render(self, prompt, *others):
+            tokens = super().render(prompt, *others)
+            return served_prompt([1, *tokens]) if isinstance(prompt, str) else tokens
+
+    server = HttpServer(create_app(served_engine, WithBeginning(), "tiny"))
+    server.start()
+    asked = {"model": "tiny", "max_tokens": 1, "return_token_ids": True}
+    messages = {"messages": [USER]}
+    try:
+        with httpx.Client(base_url=server.url, timeout=WAIT_S) as raw:
+            for extra, begins in (({}, [1]), ({"add_special_tokens": True}, [1]), ({"add_special_tokens": False}, [])):
+                answer = raw.post("/v1/completions", json=asked | {"prompt": "go"} | extra).json()
+                assert answer["choices"][0]["prompt_token_ids"] == [*begins, *b"go"]
+                assert raw.post("/tokenize", json={"prompt": "go"} | extra).json()["tokens"] == [*begins, *b"go"]
+            for path, body in (("/v1/chat/completions", asked | messages), ("/tokenize", messages)):
+                assert raw.post(path, json=body | {"add_special_tokens": False}).is_success
+                refused = raw.post(path, json=body | {"add_special_tokens": True})
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, "add_special_tokens")
+    finally:
+        server.stop()
 
 
 def test_continue_final_message(client):
@@ -327,11 +354,23 @@ def test_what_cannot_be_done_is_refused_by_name(client, call, body, param):
     assert refused.value.type == "invalid_request_error" and refused.value.code
 
 
-def test_a_prompt_that_is_too_long_and_an_unknown_model(client):
+def test_a_prompt_that_is_too_long_and_an_unknown_model(client, raw):
     with pytest.raises(openai.BadRequestError, match="leaves no room"):
         complete(client, prompt="x" * 64)
     with pytest.raises(openai.NotFoundError, match="model 'gpt-4' does not exist"):
         chat(client, model="gpt-4")
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [97]})):
+        assert [raw.post(path, json=body | {"model": name}).status_code for name in ("tiny", "gpt-4")] == [200, 404]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [("/v1/chat/completions", {"messages": [IMAGE]}, "type: Input should be 'text'"),
+     ("/v1/completions", {"prompt": ["a", 1]}, "1: Input should be a valid string")],
+    ids=["a part of a message", "an entry of a list"],
+)  # fmt: skip
+def test_what_is_wrong_is_said_of_the_part_that_is_wrong(raw, path, body, said):
+    assert said in raw.post(path, json={"model": "tiny"} | body).json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

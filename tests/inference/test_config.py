@@ -67,6 +67,7 @@ def test_loopback_addresses():
         ({"external": {"urls": ["http://a:1"]}}, "engine is builtin, and external has no effect"),
         ({"engine": "vllm", "external": {}}, "exactly one"),
         ({"engine": "vllm", "external": {"urls": ["a:1"]}}, "as http://HOST:PORT"),
+        ({"engine": "vllm", "external": {"urls": ["http://a:1/v1"]}}, "without a path"),
         ({"engine": "vllm", "external": {"launch": ["vllm", "serve"]}}, "one of its words must be {model}"),
         ({"engine": "vllm", "external": {"urls": ["http://a:1"]}, "servers": 2}, "names 1 servers, and servers is 2"),
         ({"engine": "vllm", "external": {"urls": ["http://a:1"], "weights": "lora", "kv": "keep"}}, "kv is"),

@@ -204,6 +204,7 @@ def test_an_adapter_is_asked_for_by_name_and_must_have_answered():
     dialect = VllmDialect(external(weights="lora"), 128)
     (request,) = asked(call(), dialect)
     assert json.loads(request.body)["model"] == "policy-0-17"
+    assert 404 in request.behind and 404 not in asked(call())[0].behind, "of any other model it is a fault"
     content = json.loads(recorded("generate", "default"))
     ((completion,),) = request.read(json.dumps(content | {"model": "policy-0-17"}).encode())
     assert completion.weight_steps.tolist() == [17] * 4
@@ -277,7 +278,9 @@ def test_what_sglang_aborted_is_asked_again():
 def test_labels_are_versions():
     version = WeightVersion(3, 41)
     assert version_of_label(label_of(version)) == version and adapter_name(version) == "policy-3-41"
-    assert [version_of_label(label) for label in ("default", "3-", "-1", "3-4-5", None, "9" * 30 + "-1")] == [None] * 6
+    assert [
+        version_of_label(label) for label in ("default", "3-", "-1", "3-4-5", None, "9" * 30 + "-1", "0-2147483648")
+    ] == [None] * 7
 
 
 def test_the_dialect_is_that_of_the_engine():
@@ -297,7 +300,7 @@ def test_openai_answers_are_texts_and_say_nothing_of_probabilities():
     answer = {"choices": [{"index": 0, "text": "-a", "finish_reason": "stop"}]}
     ((completion,),) = request.read(json.dumps(answer).encode())
     assert completion.text == "-a" and completion.response_tokens.tolist() == [1, 323]
-    assert np.isnan(completion.response_logprobs).all() and completion.weight_steps.tolist() == [0, 0]
+    assert completion.response_logprobs.tolist() == [0, 0] and completion.weight_steps.tolist() == [0, 0]
 
 
 # --- against a server ------------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def completion(**fields):
         (completion(prompt=[1] * 65), "prompt", "prompt has 65 tokens, which leaves no room"),
         (completion(prompt=[[1], [1] * 65]), "prompt", "prompt has 65 tokens, which leaves no room"),
         (completion(prompt=["a"] * 4097), "prompt", "prompt has 4097 entries: give at most 4096"),
-        (completion(prompt=[{}] * 4096), "prompt", "prompt.str: Input should be a valid string"),
+        (completion(prompt=[{}] * 4096), "prompt", "prompt.list[str].0: Input should be a valid string"),
         (completion(stop=["a"] * 65), "stop", "stop has 65 entries: give at most 64"),
         (completion(seeds=[1] * 4097), "seeds", "seeds has 4097 entries"),
         (completion(stop_token_ids=[1] * 4097), "stop_token_ids", "stop_token_ids has 4097 entries"),

@@ -276,7 +276,7 @@ def test_older_weights_than_were_asked_for_do_not_answer(raw, least, status):
 
 
 def test_neutral_parameters_are_accepted(raw):
-    neutral = {"stream": False, "best_of": 1, "presence_penalty": 0, "logit_bias": None, "echo": False}
+    neutral = {"stream": False, "best_of": 1, "presence_penalty": 0, "logit_bias": None, "echo": False, "audio": None}
     assert raw.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1} | neutral).is_success
 
 
@@ -473,6 +473,7 @@ def test_a_trainer_drives_a_server_by_the_routes_of_vllm(driven, make_decoder):
         ),
         ("/update_weight_version", {"new_version": "default"}, 400, "<lineage>-<step>"),
         ("/update_weight_version", {"new_version": "1-" + "9" * 40}, 400, "<lineage>-<step>"),
+        ("/update_weight_version", {"new_version": "0-2147483648"}, 400, "<lineage>-<step>"),
         ("/weight_checker", {"action": "corrupt"}, 400, "action must be checksum"),
     ],
 )

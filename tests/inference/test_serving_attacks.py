@@ -113,6 +113,7 @@ WIDE = {
     "a temperature that is no number": (COMPLETIONS, body(temperature="NaN"), 400),
     "seeds of 2^200": (COMPLETIONS, body(seeds=f"[{2**200}]"), 200),
     "half a surrogate pair": (COMPLETIONS, body(prompt='"\\ud800"'), 200),
+    "half a surrogate pair, to be repeated": (COMPLETIONS, body(prompt='"\\ud800"', echo="true"), 200),
     "a name that is half a surrogate pair": (COMPLETIONS, body(**{"\\ud800": "0"}), 400),
     "ids outside the vocabulary": (COMPLETIONS, body(prompt="[400, -1, 100000]"), 400),
     "more responses than there may be": (COMPLETIONS, body(prompt=listed('"a"', 100), n="100"), 400),

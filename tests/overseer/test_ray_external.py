@@ -66,6 +66,24 @@ def test_a_component_launches_its_server_and_ends_it(tmp_path: Path, monkeypatch
     assert not [words for words in commands if b"tests.fakes.vllm_server" in words and port in words]
 
 
+def test_a_server_that_cannot_do_what_a_run_needs_ends_it_at_once(tmp_path: Path):
+    """Though its component works already when it is asked, which is with the first weights."""
+    config = load_config("cats", WORDS[:1])
+    tokenizer = Tokenizer.load(config.model.tokenizer_path)
+    save_decoder(load_policy(config.model, 1, tokenizer), tmp_path / "model", tokenizer)
+    server = FakeVllm(tmp_path / "model", tokenizer, SHAPES)
+    server.scale_out = False
+    try:
+        external = json.dumps({"urls": [server.start()]})
+        words = [*QUICK, *WORDS, f"inference.external={external}", f"--run-dir={tmp_path / 'run'}"]
+        with driver(tmp_path / "run", "cats", *words) as run:
+            assert run.end() == 2 and "start it with --enable-scale-out" in run.output()
+    finally:
+        server.stop()
+    deaths = [each for each in read_events(tmp_path / "run" / "events.jsonl") if each["event"] == "component_death"]
+    assert [death["component"] for death in deaths] == ["inference-0"]
+
+
 def _command(process: Path) -> bytes:
     try:
         return (process / "cmdline").read_bytes()

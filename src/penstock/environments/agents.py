@@ -38,7 +38,7 @@ from typing import IO, Any, ClassVar
 import numpy as np
 from typing_extensions import override
 
-from penstock.environments.base import Reference, check_rewards
+from penstock.environments.base import Reference, check_reward
 from penstock.environments.episode import EpisodeBuilder
 from penstock.environments.example_environment import (
     FAILURES,
@@ -107,11 +107,15 @@ class AgentEnvironment(ExampleEnvironment):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        if agent == []:
-            raise ConfigError("env_args.agent is an empty list: name a program and its arguments, or a function")
         if max_seconds <= 0:
             raise ConfigError(f"env_args.max_seconds is {max_seconds}: it must be above 0")
-        self._agent: Agent | list[str] = load_attribute(agent, "env_args.agent") if isinstance(agent, str) else agent
+        found: Any = load_attribute(agent, "env_args.agent") if isinstance(agent, str) else agent
+        if not callable(found) and not (isinstance(found, list) and found and all(isinstance(w, str) for w in found)):
+            raise ConfigError(
+                f"env_args.agent is {agent!r:.100}: it must be a function, its path, or a list of words, the program "
+                "and its arguments"
+            )
+        self._agent: Agent | list[str] = found
         self._max_seconds = max_seconds
         self._path = path
         if path is not None:
@@ -211,11 +215,10 @@ class AgentEnvironment(ExampleEnvironment):
         return lines[-1]
 
     def _reward(self, example: Example, said: Any) -> float:
-        source = f"{type(self).__name__}'s agent"
         if not isinstance(said, str):
-            return check_rewards([said], 1, source)[0]
+            return check_reward(said, f"{type(self).__name__}'s agent")
         try:
-            return check_rewards([self.score(example, said)], 1, f"{type(self).__name__}.score")[0]
+            return check_reward(self.score(example, said), f"{type(self).__name__}.score")
         except PenstockError:
             raise
         except (Exception, SystemExit) as error:

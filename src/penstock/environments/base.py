@@ -14,6 +14,7 @@ field, what was found, and what was expected; it costs its own group and no othe
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, SupportsInt
 
@@ -238,13 +239,19 @@ def check_rewards(rewards: Any, expected: int, source: str) -> list[float]:
         EnvironmentFailure: wrong count, or an entry that is no finite number within `REWARD_LIMIT`.
     """
     values = _one_each(rewards, expected, source)
-    return [_number(value, position, expected, source) for position, value in enumerate(values)]
+    return [_number(value, source, f" as reward {i}", _wanted(expected)) for i, value in enumerate(values)]
+
+
+def check_reward(reward: Any, source: str) -> float:
+    """Like `check_rewards`, of whoever returns the reward of one completion."""
+    return _number(reward, source, "", "it must return a finite number")
 
 
 def check_function_rewards(rewards: Any, expected: int, source: str) -> list[float | None]:
     """Like `check_rewards`, for a reward function, which may say None: it does not apply to this completion."""
     values = _one_each(rewards, expected, source)
-    return [None if value is None else _number(value, i, expected, source) for i, value in enumerate(values)]
+    wanted = _wanted(expected)
+    return [None if each is None else _number(each, source, f" as reward {i}", wanted) for i, each in enumerate(values)]
 
 
 def _one_each(rewards: Any, expected: int, source: str) -> Sequence[Any]:
@@ -261,12 +268,14 @@ def _wanted(expected: int) -> str:
     return f"it must return a list of {expected} finite numbers, one per completion"
 
 
-def _number(value: Any, position: int, expected: int, source: str) -> float:
-    value = value.item() if hasattr(value, "item") else value
+def _number(value: Any, source: str, place: str, wanted: str) -> float:
+    if hasattr(value, "item"):
+        with suppress(ValueError, TypeError, RuntimeError):  # it holds several
+            value = value.item()
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise EnvironmentFailure(f"{source} returned {_shown(value)} as reward {position}: {_wanted(expected)}")
+        raise EnvironmentFailure(f"{source} returned {_shown(value)}{place}: {wanted}")
     if abs(value) > REWARD_LIMIT:
-        raise EnvironmentFailure(f"{source} returned {value:g} as reward {position}: {_BEYOND}")
+        raise EnvironmentFailure(f"{source} returned {value:g}{place}: {_BEYOND}")
     return float(value)
 
 

@@ -36,7 +36,7 @@ from typing import Any, Literal, TypeVar
 
 from typing_extensions import override
 
-from penstock.environments.base import Prompt, Reference, Template, check_rewards
+from penstock.environments.base import Prompt, Reference, Template, check_reward, check_rewards
 from penstock.environments.episode import EpisodeBuilder, generate_each
 from penstock.environments.example_environment import (
     FAILURES,
@@ -249,7 +249,7 @@ class _Attempt:
 
     def _finish(self, began: float) -> None:
         source = f"{type(self._environment).__name__}.score"
-        self._episode.credit(*check_rewards([self._asked(self._environment.score)], 1, source))
+        self._episode.credit(check_reward(self._asked(self._environment.score), source))
         by_function = self._environment.rewards_by_function(self.conversation)
         self._episode.spend("reward_s", time.monotonic() - began)
         self.rollout = self._episode.rollout(self._environment.name, self._task.example.example_id, by_function.items())
@@ -292,8 +292,10 @@ def within(limit_s: float, function: Callable[..., T], *args: Any, **keywords: A
     def ask() -> None:
         try:
             answer.set_result(function(*args, **keywords))
-        except BaseException as error:  # raised where the answer is read
+        except (Exception, SystemExit) as error:  # raised where the answer is read
             answer.set_exception(error)
+        except BaseException as error:  # such as a task's cancellation, which is its own and would end whoever waits
+            answer.set_exception(RuntimeError(repr(error)))
 
     threading.Thread(target=ask, name=getattr(function, "__name__", "function"), daemon=True).start()
     if not wait([answer], limit_s).done:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -186,11 +187,10 @@ class _Session:
             first, self._asked = self._asked, self._asked + len(requests)
             self._running += len(requests)
             self.overridden += sum(self._differs(request.decoding) for request in requests)
-        futures = [
-            self._threads.submit(self._answer, number, request) for number, request in enumerate(requests, start=first)
-        ]
-        for future in futures:
-            future.add_done_callback(self._end)
+        futures = [Future[list[Completion]]() for _ in requests]
+        for number, (request, future) in enumerate(zip(requests, futures, strict=True), start=first):
+            asking = self._threads.submit(self._answer, number, request, future)
+            asking.add_done_callback(partial(self._end, future))
         return futures
 
     def score(
@@ -221,7 +221,26 @@ class _Session:
                 raise self._failure
         return found
 
-    def _answer(self, number: int, request: GenerationRequest) -> list[Completion]:
+    def _answer(self, number: int, request: GenerationRequest, future: "Future[list[Completion]]") -> None:
+        """For a future that is cancelled once the agent waits no more, say to ask again: it is no answer then."""
+        if future.cancelled():
+            return
+        try:
+            answers = self._sampled(number, request)
+        except Exception as error:  # raised where the answer is read
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+            return
+        with self._changed:
+            if not future.set_running_or_notify_cancel():
+                return
+            self._answers[number] = answers
+        if request.on_tokens is not None:  # a stream: all of an answer at once, since a context tells nothing sooner
+            for index, answer in enumerate(answers):
+                request.on_tokens(index, answer.response_tokens.tolist(), answer.response_logprobs.tolist(), None)
+        future.set_result(answers)
+
+    def _sampled(self, number: int, request: GenerationRequest) -> list[Completion]:
         try:
             with self._turn:
                 (answers,) = self._context.generate(
@@ -232,11 +251,6 @@ class _Session:
         except Exception as error:
             self._failure = self._failure or error
             raise
-        with self._changed:
-            self._answers[number] = answers
-        if request.on_tokens is not None:  # a stream: all of an answer at once, since a context tells nothing sooner
-            for index, answer in enumerate(answers):
-                request.on_tokens(index, answer.response_tokens.tolist(), answer.response_logprobs.tolist(), None)
         return answers
 
     def _lessons(self, asked: Decoding) -> Decoding:
@@ -254,7 +268,9 @@ class _Session:
         wanted = ((getattr(asked, name), getattr(self._decoding, name), name) for name in SAMPLING_FIELDS)
         return any(value != getattr(_ABSENT, name) and value != own for value, own, name in wanted)
 
-    def _end(self, _: Future[list[Completion]]) -> None:
+    def _end(self, future: Future[list[Completion]], asking: Future[None]) -> None:
+        if asking.cancelled() or asking.exception() is not None:
+            future.cancel()
         with self._changed:
             self._running -= 1
             self._changed.notify_all()

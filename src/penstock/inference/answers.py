@@ -386,7 +386,12 @@ _OPEN: dict[str, Any] = {"logprobs": None, "finish_reason": None}
 
 def event(content: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return f"data: {json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n".encode()
+    return encoded(f"data: {json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n")
+
+
+def encoded(json_text: str) -> bytes:
+    """Half of a surrogate pair, as in a prompt that is repeated, is JSON's escape of it."""
+    return json_text.encode("utf-8", "backslashreplace")
 
 
 def usage(groups: Sequence[Sequence[Completion]]) -> dict[str, int]:

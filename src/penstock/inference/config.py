@@ -5,6 +5,7 @@ its programs once. Not covered: what to sample, which each request says for itse
 """
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -21,6 +22,9 @@ SHORTEST_PREFILL = 16
 
 SMALL_PREFILL = 128
 """Padded tokens: fewer, for a prompt that comes alone, save less than another program costs to compile."""
+
+
+_SERVER_URL = re.compile(r"https?://[^/?#\s]+")
 
 
 class EngineConfig(BaseModel):
@@ -177,7 +181,7 @@ class ExternalConfig(BaseModel):
         if bool(self.urls) == bool(self.launch):
             raise ValueError("give urls, where servers listen, or launch, the command that starts one: exactly one")
         for url in self.urls:
-            if not url.startswith(("http://", "https://")) or url.endswith("/"):
+            if not _SERVER_URL.fullmatch(url):
                 raise ValueError(f"urls holds {url!r}: give it as http://HOST:PORT, without a path or slash behind")
         if self.launch and "{model}" not in self.launch:
             raise ValueError(

@@ -12,7 +12,6 @@ Not covered: how servers are given weights (`penstock.inference.server_control`)
 """
 
 import json
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -48,7 +47,7 @@ from penstock.types import (
     fold,
 )
 
-BUSY, _BEHIND = frozenset({429, 503}), frozenset({404, 502, 504})
+BUSY, _BEHIND = frozenset({429, 503}), frozenset({502, 504})
 """vLLM says 503 where its queue is full, and 404 of an adapter that it does not have."""
 
 NO_LOGPROB = -9999.0
@@ -94,9 +93,9 @@ def label_of(version: WeightVersion) -> str:
 
 
 def version_of_label(label: Any) -> WeightVersion | None:
-    """The version that a server names; None for what no run called so."""
+    """The version that a label, ``<lineage>-<step>``, names; None for what no run called so."""
     lineage, _, step = label.partition("-") if isinstance(label, str) and len(label) <= 21 else ("", "", "")
-    if not (lineage.isdecimal() and step.isdecimal()):
+    if not (lineage.isdecimal() and step.isdecimal() and max(int(lineage), int(step)) < 1 << 31):
         return None
     return WeightVersion(int(lineage), int(step))
 
@@ -245,6 +244,7 @@ class TokenDialect(ABC):
 
     def __init__(self, config: ExternalConfig, max_seq_len: int) -> None:
         self._weights, self._keeps_cache = config.weights, config.kv == "keep"
+        self._behind = _BEHIND | {404} if config.weights == "lora" else _BEHIND
         self._max_seq_len = max_seq_len
 
     @abstractmethod
@@ -275,7 +275,7 @@ class TokenDialect(ABC):
                 target,
                 self.path,
                 busy=BUSY,
-                behind=_BEHIND,
+                behind=self._behind,
                 bind=partial(self._bound, asked),
             )
             for asked in _asked(call, tokenizer, model, self._max_seq_len, least)
@@ -296,7 +296,7 @@ class TokenDialect(ABC):
             partial(self._read, asked, server, served, named, time.monotonic()),
             path=self.path,
             busy=BUSY,
-            behind=_BEHIND,
+            behind=self._behind,
         )
 
     @final
@@ -421,7 +421,8 @@ def _versions(spans: Any, count: int) -> list[WeightVersion]:
 class OpenAiDialect:
     """``/v1/completions`` of any server with OpenAI's API. What is not said stays as it was: nothing can be trained.
 
-    The text that came is encoded anew: its tokens may be others than the server sampled. Log-probabilities are NaN.
+    The text that came is encoded anew: its tokens may be others than the server sampled. Log-probabilities are 0, which
+    are those of no policy.
 
     Args:
         max_seq_len: Most tokens of a prompt and its response together.
@@ -477,7 +478,7 @@ class _TextReader:
         completion = Completion(
             prompt_tokens=self.asked.prompt,
             response_tokens=tokens,
-            response_logprobs=np.full(len(tokens), math.nan, np.float32),
+            response_logprobs=np.zeros(len(tokens), np.float32),
             weight_steps=np.zeros(len(tokens), np.int32),
             oldest_weight_step=FIXED.step,
             lineage=FIXED.lineage,

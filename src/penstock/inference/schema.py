@@ -99,6 +99,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "add_special_tokens": (False,),
+    "include_reasoning": (True,),
     "truncate_prompt_tokens": (),
     "documents": (),
     "chat_template": (),
@@ -195,12 +196,17 @@ class _Body(_Sampling):
 
 
 class CompletionBody(_Body):
-    """``POST /v1/completions``: one prompt or several, each a text or token ids."""
+    """``POST /v1/completions``: one prompt or several, each a text or token ids.
+
+    Attributes:
+        add_special_tokens: Whether a text begins with what the tokenizer puts before any text (BOS).
+    """
 
     prompt: str | _Listed[str] | _Listed[int] | _Listed[_Listed[int]]
     max_tokens: int = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
     echo: bool = False
+    add_special_tokens: bool = True
     seeds: _Listed[int] | None = None
     least_weights: _Listed[int] | None = Field(default=None, min_length=2, max_length=2)
 
@@ -306,7 +312,7 @@ def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError) as error:
         message = f"messages: the arguments of a tool call are not JSON: {error}"
         raise ApiError(400, message, "messages", "invalid_value") from error
@@ -390,6 +396,13 @@ class TokenizeBody(_Conversation):
     model: str | None = None
     prompt: str | None = None
     messages: _Listed[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _templates_write_their_own(self) -> "TokenizeBody":
+        if self.messages is not None and self.add_special_tokens:
+            raise _refused("add_special_tokens", "goes with prompt only: a chat template writes its own")
+        return self
 
 
 class ControlBody(BaseModel):
@@ -423,15 +436,15 @@ def read_body(kind: type[_Read], content: bytes, max_seq_len: int) -> _Read:
         raise ApiError(400, f"the body is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise ApiError(400, "the body must be a JSON object")
-    wanted = {name: value for name, value in parsed.items() if name not in IGNORED}
-    wanted = {name: value for name, value in wanted.items() if value is not None or name not in kind.model_fields}
+    wanted = {name: value for name, value in parsed.items() if value is not None and name not in IGNORED}
     for name in [name for name in wanted if name not in kind.model_fields]:
         _refuse_unless_neutral(name, wanted.pop(name))
     _count_entries(wanted, max_seq_len)
     try:
         return kind.model_validate(wanted)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        first = max(errors, key=lambda each: len(each["loc"]))  # of a union's arms the one that fits best
         param = str(first["loc"][0]) if first["loc"] else None
         path = ".".join(str(part) for part in first["loc"])
         raise ApiError(400, f"{path}: {first['msg']}", param=param, code="invalid_value") from error
@@ -440,7 +453,7 @@ def read_body(kind: type[_Read], content: bytes, max_seq_len: int) -> _Read:
 def _refuse_unless_neutral(name: str, value: Any) -> None:
     if name not in NEUTRAL:
         raise ApiError(400, f"{name}: Extra inputs are not permitted", param=name, code="invalid_value")
-    if value is not None and value not in NEUTRAL[name]:
+    if value not in NEUTRAL[name]:
         raise ApiError(400, _unsupported(name), param=name, code="unsupported_parameter")
 
 

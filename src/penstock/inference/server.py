@@ -35,12 +35,14 @@ from penstock.inference.answers import (
     AnswerStream,
     PromptForm,
     Sampled,
+    encoded,
     event,
     exposition,
 )
 from penstock.inference.codec import largest_body_bytes
 from penstock.inference.config import EngineConfig
 from penstock.inference.engine import InferenceEngine, PauseMode
+from penstock.inference.external import version_of_label
 from penstock.inference.schema import (
     ApiError,
     ChatBody,
@@ -210,19 +212,18 @@ class Api:
     async def completions(self, request: Request) -> Response:
         """Continues prompts."""
         body = await self._read(request, CompletionBody)
-        model = self._known(body.model)
         if body.is_ahead_of(self._engine.version):
             message = f"this server has weights of {self._engine.version}, and {body.least_weights} were asked for"
             raise ApiError(503, message, param="least_weights", code="weights_behind")
         decoding = body.decoding(1 if body.only_scores else body.max_tokens)
-        prompts = await self.work(lambda: [self._render(prompt) for prompt in body.prompts])
+        prompts = await self.work(lambda: [self._render(p, special=body.add_special_tokens) for p in body.prompts])
         seeds = body.prompt_seeds(len(prompts))
         requests = [
             GenerationRequest(p, decoding, seed, body.n, alternatives=body.logprobs or 0)
             for p, seed in zip(prompts, seeds, strict=True)
         ]
         form = AnswerForm(
-            self._tokenizer, model, False, decoding.stop_strings, body.logprobs,
+            self._tokenizer, body.model, False, decoding.stop_strings, body.logprobs,
             body.return_token_ids, body.return_tokens_as_token_ids,
         )  # fmt: skip
         told = await self._scored(request, requests, body.scored, body.prompt_logprobs, kept=not body.only_scores)
@@ -235,13 +236,12 @@ class Api:
     async def chat_completions(self, request: Request) -> Response:
         """Answers a conversation."""
         body = await self._read(request, ChatBody)
-        model = self._known(body.model)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         decoding = body.decoding(self._max_seq_len if limit is None else limit)
         prompt = await self.work(lambda: self._conversation(body))
         beside = (body.top_logprobs or 0) if body.logprobs else None
         form = AnswerForm(
-            self._tokenizer, model, True, decoding.stop_strings, beside,
+            self._tokenizer, body.model, True, decoding.stop_strings, beside,
             body.return_token_ids, body.return_tokens_as_token_ids, body.most_calls,
         )  # fmt: skip
         asked = [GenerationRequest(prompt, decoding, folded_seeds(body.seed, 1)[0], body.n, alternatives=beside or 0)]
@@ -334,14 +334,17 @@ class Api:
         return await self.work(lambda: JSONResponse({"prompt": self._tokenizer.decode(body.tokens, False)}))
 
     def _tokenized(self, body: TokenizeBody) -> Response:
-        tokens = self._conversation(body) if body.prompt is None else self._render(body.prompt)
+        special = body.add_special_tokens is not False
+        tokens = self._conversation(body) if body.prompt is None else self._render(body.prompt, special=special)
         return JSONResponse({"count": len(tokens), "max_model_len": self._max_seq_len, "tokens": tokens.tolist()})
 
     async def _read(self, request: Request, kind: type[_Body]) -> _Body:
         content = await request.body()
-        if len(content) <= SMALL_WORK_BYTES:
-            return read_body(kind, content, self._max_seq_len)
-        return await self.work(lambda: read_body(kind, content, self._max_seq_len))
+        read = partial(read_body, kind, content, self._max_seq_len)
+        body = read() if len(content) <= SMALL_WORK_BYTES else await self.work(read)
+        if body.model is not None:
+            self._known(body.model)
+        return body
 
     async def work(self, work: Callable[[], _Result]) -> _Result:
         """Runs in a thread what takes the processor's time; others wait for their turn.
@@ -376,11 +379,13 @@ class Api:
         prompt: str | Sequence[Message] | np.ndarray,
         given: Mapping[str, Any] | None = None,
         continue_final: bool = False,
+        special: bool = True,
     ) -> np.ndarray:
         if isinstance(prompt, np.ndarray):
             return prompt
         try:
-            return self._tokenizer.render(prompt, self._max_seq_len, given, continue_final)
+            tokens = self._tokenizer.render(prompt, self._max_seq_len, given, continue_final)  # refuses what is long
+            return tokens if special or not isinstance(prompt, str) else self._tokenizer.encode(prompt)
         except EnvironmentFailure as error:
             raise ApiError(400, str(error), code="invalid_prompt") from error
         except ConfigError as error:
@@ -476,11 +481,11 @@ class _Control:
     async def rename_version(self, request: Request) -> JSONResponse:
         """What is served is called ``new_version``, ``<lineage>-<step>``, from the next token on."""
         name = read_body(ControlBody, await request.body(), 0).new_version or ""
-        lineage, _, step = name.partition("-")
-        if not (lineage.isdecimal() and step.isdecimal() and len(name) <= LONGEST_VERSION):
-            raise ApiError(400, f"new_version is {name!r:.100}: it must be <lineage>-<step>", "new_version")
+        version = version_of_label(name)
+        if version is None:
+            raise ApiError(400, f"new_version is {name!r:.100}: it must be <lineage>-<step>, below 2^31", "new_version")
         with _engines_errors():
-            self._engine.rename_version(WeightVersion(int(lineage), int(step)))
+            self._engine.rename_version(version)
         return JSONResponse({"success": True, "weight_version": name})
 
     async def checksum(self, request: Request) -> JSONResponse:
@@ -490,10 +495,6 @@ class _Control:
         with _engines_errors():
             _, digests = await run_in_threadpool(self._engine.digests, self._engine.config.request_timeout_s)
         return JSONResponse({"checksums": digests})
-
-
-LONGEST_VERSION = 19
-"""In characters: lineage and step are below 2**31."""
 
 
 def _tell(
@@ -596,4 +597,4 @@ def _response(answer: dict[str, Any]) -> Response:
     parts = (json.dumps(choice, ensure_ascii=False, allow_nan=False, separators=(",", ":")) for choice in choices)
     head = json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
     content = f'{head[:-1]},"choices":[{",".join(parts)}]}}'
-    return Response(content.encode(), media_type="application/json")
+    return Response(encoded(content), media_type="application/json")

@@ -242,6 +242,8 @@ class ServerControl(ABC):
         if asked.status_code in flags:
             raise ConfigError(f"{self._url}{self.path} answered {asked.status_code}: {flags[asked.status_code]}")
         self._refuse_absent(asked, self.path, f"take {self.since} or later")
+        if asked.status_code in BUSY:  # which says nothing of what it can do
+            raise UnreachableError(f"the queue of {self._url} is full: it answered {asked.status_code}")
         try:
             found = asked.json()
             ((_, logprob),) = self._entries(found)

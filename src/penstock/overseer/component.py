@@ -338,7 +338,7 @@ class ThreadedComponent(Generic[AnyConfig]):
         """Its state, what it does, and its numbers; never raises."""
         failure = self.crew.failure
         if failure is not None:
-            refused = self.state == "starting" and isinstance(failure, REFUSALS)
+            refused = not self._worked and isinstance(failure, REFUSALS)
             return ComponentStatus("failed", self.doing, error=_told(failure), facts=self._facts(), refused=refused)
         if self.draining:
             self._drain_if_finished()
@@ -347,6 +347,11 @@ class ThreadedComponent(Generic[AnyConfig]):
 
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         return ComponentStatus(self.state, self.doing, None, busy_s, idle_s, facts=self._facts())
+
+    @property
+    def _worked(self) -> bool:
+        """`ComponentStatus.worked`."""
+        return self.state != "starting"
 
     def _has_work(self) -> bool:
         """Whether something that it began goes on; asked while it drains."""

@@ -176,6 +176,20 @@ def test_a_full_queue_is_no_fault(engine_of, server, policy, monkeypatch):
 
 
 @of_each
+def test_a_server_that_is_full_when_a_run_begins_is_asked_again(engine_of, server, policy):
+    engine = engine_of("overseer.max_restarts=1000", urls=[server.url])
+    server.full = True
+    with ThreadPoolExecutor(1) as threads:
+        given = threads.submit(engine.set_weights, WeightVersion(0, 0), moved(policy[0], 0.0))
+        try:
+            wait_until(lambda: given.done() or "the queue of" in "".join(failures(engine)), "a refusal", LIMIT_S)
+        finally:
+            server.full = False
+        given.result(LIMIT_S)
+    assert engine.server.version == WeightVersion(0, 0)
+
+
+@of_each
 def test_requests_that_find_a_full_queue_are_asked_again(engine_of, server, policy):
     engine, (decoder, tokenizer) = engine_of(urls=[server.url]), policy
     engine.set_weights(WeightVersion(0, 1), moved(decoder, 0.0))

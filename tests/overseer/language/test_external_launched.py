@@ -75,11 +75,17 @@ def test_a_server_on_the_learners_card_is_started_with_the_flag_and_keeps_no_cac
         configured(colocate=True, weights="none")
 
 
-def test_a_command_that_ends_at_its_start_says_why(engine_of, policy):
-    engine = engine_of(
-        "overseer.max_restarts=0", urls=[], launch=["sh", "-c", "echo no such flag >&2; exit 3", "{model}"]
-    )
-    with pytest.raises(RunFailed, match=r"ended at its start .*: no such flag"):
+@pytest.mark.parametrize(
+    ("words", "failure", "said"),
+    [
+        (["sh", "-c", "echo no such flag >&2; exit 3"], RunFailed, r"ended at its start .*: no such flag"),
+        (["sh", "-c", "exit 3"], RunFailed, r"ended at its start .*: nothing \(its exit status is 3\)"),
+        (["/no/vllm"], ConfigError, "inference.external.launch cannot be started: there is no program '/no/vllm'"),
+    ],
+)
+def test_a_command_that_ends_at_its_start_says_why(engine_of, policy, words, failure, said):
+    engine = engine_of("overseer.max_restarts=0", urls=[], launch=[*words, "{model}"])
+    with pytest.raises(failure, match=said):
         engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
 
 

@@ -65,7 +65,7 @@ def test_a_checkpoint_and_a_server_over_it_give_the_same(tmp_path, made):
         engine.wait_until_ready(120)
         generate(server.url + "/", config(), tmp_path / "served.jsonl", n=2, token=TOKEN)
         with pytest.raises(
-            ConfigError, match="answered 401 to /v1/models: give the URL of a penstock serve, and its tok"
+            ConfigError, match="answered 401 to /v1/models: give the URL of a server as http://HOST:PORT, and its tok"
         ):
             generate(server.url, config(), tmp_path / "refused.jsonl", n=2)
     finally:
@@ -77,6 +77,35 @@ def test_a_checkpoint_and_a_server_over_it_give_the_same(tmp_path, made):
         [turn["content"] for turn in turns] for turns in text
     ]
     assert [row["mode"] for row in rows] == ["train"] * 6
+
+
+def test_a_server_with_openais_api_answers_by_the_name_of_its_model(tmp_path, made):
+    tokenizer = Tokenizer.load("penstock")
+    engine = InferenceEngine(made[0], WeightVersion(0, 0), tokenizer, ServedEngineConfig(max_slots=4, max_seq_len=48))
+    server = HttpServer(create_app(engine, tokenizer, "mine", AccessRules(TOKEN)))
+    engine.start(lazily=True)
+    server.start()
+
+    def asked(url, model="mine", token=TOKEN):
+        external = {"urls": [server.url], "weights": "none", "model": model}
+        run = tiny({"inference": {"engine": "openai", "external": external, "prefill_rows": 8}})
+        return generate(url, run, tmp_path / f"{len(list(tmp_path.iterdir()))}.parquet", n=2, token=token)
+
+    try:
+        rows = pq.read_table(asked(server.url).path)
+        assert rows.num_rows == 6 and all(rows.column("response_tokens").to_pylist())
+        assert not any(map(any, rows.column("response_logprobs").to_pylist())), "nobody says what they are"
+        with pytest.raises(ConfigError, match="external.model is 'policy', and .* has 'mine': name one of them"):
+            asked(server.url, "policy")
+        with pytest.raises(ConfigError, match=r"v1/models: give the URL of a server as http://HOST:PORT"):
+            asked(f"{server.url}/v1")
+        with pytest.raises(ConfigError, match="answered 401 to /v1/models"):
+            asked(server.url, token=None)
+    finally:
+        server.stop()
+        engine.stop(30)
+    with pytest.raises(UnreachableError, match="does not answer"):
+        asked(server.url)
 
 
 def test_an_adapter_answers_in_the_dtype_that_its_run_trains_it_in(tmp_path, made, monkeypatch):

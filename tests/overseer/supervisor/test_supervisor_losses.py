@@ -91,14 +91,15 @@ def test_ending_an_essential_component_tells_of_its_loss_and_costs_no_restart():
     assert len(world.losses) == 1
 
 
+@pytest.mark.parametrize("before", [{"state": "starting"}, {"state": "running", "worked": False}], ids=str)
 @pytest.mark.parametrize("refusing", ["learner-0", "inference-1"])
-def test_what_a_component_refuses_before_any_of_its_role_ran_ends_the_run_at_once(refusing):
+def test_what_a_component_refuses_before_any_of_its_role_ran_ends_the_run_at_once(refusing, before):
     world = World()
     world.autorun = False
     world.add("learner-0", essential=True)
     world.add("rollout-0", "inference-0", "inference-1")
     for component in world.spawned:
-        component.condition = ComponentStatus("starting", "loading")
+        component.condition = ComponentStatus(**before, doing="loading")
         component.run()
     world.advance(1.0)
     world.change(refusing, state="failed", error="optimizer.name is muon", refused=True)

@@ -179,8 +179,14 @@ def _served(url: str, config: RunConfig, token: str | None) -> Iterator[RemoteCo
     pool = ServerPool(token, request_timeout_s=config.inference.request_timeout_s, certificate_authority=authority)
     external = config.inference.external
     try:
+        models = _models_of(url, token, authority)
         if external is None:
-            pool.model_name = _model_of(url, token, authority)
+            pool.model_name = models[0]
+        elif external.model not in models:
+            found = ", ".join(map(repr, models))
+            raise ConfigError(
+                f"inference.external.model is {external.model!r}, and {url} has {found}: name one of them"
+            )
         else:
             fixed = config.inference.model_copy(update={"external": external.model_copy(update={"weights": "none"})})
             pool.model_name, pool.dialect = external.model, dialect_of(fixed)
@@ -190,21 +196,24 @@ def _served(url: str, config: RunConfig, token: str | None) -> Iterator[RemoteCo
         pool.close()
 
 
-def _model_of(url: str, token: str | None, authority: str | None) -> str:
-    """The name of the one model that a server has."""
+def _models_of(url: str, token: str | None, authority: str | None) -> list[str]:
+    """The names of a server's models, one at least."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
         with httpx.Client(verify=True if authority is None else authority, timeout=_ASK_S, headers=headers) as client:
             answer = client.get(f"{url}/v1/models")
             answer.raise_for_status()
-            return str(answer.json()["data"][0]["id"])
+            cards = answer.json()["data"]
+            return [str(card["id"]) for card in [cards[0], *cards[1:]]]
     except httpx.HTTPStatusError as error:
         raise ConfigError(
-            f"{url} answered {error.response.status_code} to /v1/models: give the URL of a penstock serve, and its "
-            "token in PENSTOCK_TOKEN"
+            f"{url} answered {error.response.status_code} to /v1/models: give the URL of a server as "
+            "http://HOST:PORT, and its token in PENSTOCK_TOKEN"
         ) from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f"{url}/v1/models is no list of models: give the URL of a penstock serve") from error
+        raise ConfigError(
+            f"{url}/v1/models is no list of models: give the URL of a server as http://HOST:PORT"
+        ) from error
     except (httpx.HTTPError, OSError) as error:
         raise UnreachableError(f"{url}/v1/models does not answer: {error}") from error
 

@@ -271,6 +271,11 @@ class ServingRole(ThreadedComponent):
         _, stats = self._numbers()
         return self._leased or bool(stats.get("inference/running") or stats.get("inference/waiting"))
 
+    @property
+    @override
+    def _worked(self) -> bool:
+        return self._held is not None  # a server of another make is first asked what it can do to serve these
+
     @override
     def stop(self, timeout_s: float) -> None:
         super().stop(timeout_s)
@@ -297,6 +302,7 @@ class ServingRole(ThreadedComponent):
             address,
             {**stats, **client, "weights/swap_s": self._swap_s},
             self._facts(version=None if held is None else [held.lineage, held.step]),
+            worked=self._worked,
         )
 
 

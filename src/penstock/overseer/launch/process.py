@@ -8,6 +8,7 @@ must do, and a process counts as gone when nobody has its number any more.
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,6 +126,9 @@ class GuardedProcess:
     """
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        variables = {**os.environ, **environment}
+        if shutil.which(words[0], path=variables.get("PATH")) is None:  # the guard would say so in its log alone
+            raise FileNotFoundError(f"there is no program {words[0]!r}")
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as said:
@@ -133,7 +137,7 @@ class GuardedProcess:
                 stdin=subprocess.PIPE,
                 stdout=said,
                 stderr=said,
-                env={**os.environ, **environment},
+                env=variables,
                 start_new_session=True,  # Ctrl-C is this process's to handle
             )
 
@@ -147,8 +151,9 @@ class GuardedProcess:
         try:
             lines = self._log.read_text(errors="replace").splitlines()
         except OSError:
-            return ""
-        return " | ".join(line.strip() for line in lines[-LAST_LINES:])
+            lines = []
+        said = " | ".join(line.strip() for line in lines[-LAST_LINES:])
+        return said or f"nothing (its exit status is {self._child.poll()})"
 
     def end(self, timeout_s: float) -> bool:
         """Ends it and all that it started, at once; whether they are gone within so many seconds."""

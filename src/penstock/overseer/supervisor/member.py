@@ -383,7 +383,7 @@ class Lifecycle:
     def _judge(self, member: Member, report: Report, now_s: float) -> None:
         """Acts on what a report says."""
         condition, config = report.condition, self._config
-        if condition.state == "running":
+        if condition.state == "running" and condition.worked:
             self._ran.add(member.spec.role)
         if condition.refused and member.spec.role not in self._ran:
             self.end(member, condition.error, now_s)

@@ -153,7 +153,8 @@ class ComponentStatus:
         metrics: ``<group>/<name>`` numbers of this moment.
         facts: JSON values for status.json.
         error: With state `failed`: what happened.
-        refused: With state `failed`: it never ran, for what it was given is bad input or does not fit.
+        refused: With state `failed`: it never came to work, for what it was given is bad input or does not fit.
+        worked: Whether it ever came to work on what it was given; an inference server does with its first weights.
     """
 
     state: State
@@ -166,6 +167,7 @@ class ComponentStatus:
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     error: str = ""
     refused: bool = False
+    worked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
