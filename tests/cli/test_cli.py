@@ -41,6 +41,7 @@ def test_each_command_has_help_with_an_example(verb, capsys):
     assert cli.main([verb, "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"Usage: penstock {verb}" in shown and f"Example: penstock {verb}" in shown
+    assert "[[" not in shown  # what may be left out stands in brackets once
 
 
 def test_python_dash_m_is_the_same():

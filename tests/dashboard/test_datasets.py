@@ -5,6 +5,7 @@ import pytest
 import yaml
 
 from penstock.dashboard import DatasetRequest, GroupFilter, export_dataset
+from penstock.dashboard.lookup import find_rollouts
 from penstock.rundir import RunDirectory, RunViews, write_records
 from penstock.types import ConfigError
 from tests.dashboard.sample_run import group, rollout, write_run
@@ -135,6 +136,17 @@ def test_what_exists_is_not_overwritten(views, tmp_path, kind):
     with pytest.raises(ConfigError, match="--out .*there exists already and is not overwritten"):
         export_dataset(views, DatasetRequest(kind, path))
     assert path.read_text() == "years of work" and list(tmp_path.iterdir()) == [path]
+
+
+def test_where_nothing_can_be_found_it_says_where_to_look(views, tmp_path):
+    with pytest.raises(ConfigError, match="--lesson is 'dogs', of which there are no rollouts: there are some of cats"):
+        export_dataset(views, DatasetRequest("hf", tmp_path / "x", wanted=GroupFilter(lesson_id="dogs")))
+    offline = RunDirectory.create(tmp_path / "offline", {"replay": {"from_rollouts": "runs/cats-1"}})
+    with RunViews(offline.path) as own:
+        with pytest.raises(ConfigError, match="no rollouts of its own: it trains on those of runs/cats-1"):
+            export_dataset(own, DatasetRequest("hf", tmp_path / "x"))
+        with pytest.raises(ConfigError, match="with this id; the run trains on those of runs/cats-1: look there"):
+            find_rollouts(own, "cats-0-1")
 
 
 def test_nothing_is_left_where_nothing_is_found_or_it_fails(views, tmp_path):

@@ -2,7 +2,9 @@ import pytest
 
 from penstock.dashboard import GroupFilter, list_groups
 from penstock.dashboard.groups import RunCounts, count_rollouts
-from penstock.rundir import RunDirectory, RunViews
+from penstock.dashboard.observation import ObservedRuns
+from penstock.dashboard.rollout_pages import group_list
+from penstock.rundir import JsonLinesLog, RunDirectory, RunViews
 from penstock.types import ConfigError
 from tests.dashboard.sample_run import write_run
 
@@ -53,6 +55,25 @@ def test_staleness_is_counted_from_the_oldest_weights(views):
     assert (tools.step, tools.oldest_weight_step, tools.staleness) == (1, 1, 0)
     (waiting,) = list_groups(views, GroupFilter(state="waiting"), None).groups
     assert waiting.step is waiting.staleness is None and waiting.advantages == ()
+
+
+def test_a_group_of_versions_that_a_resume_took_back_has_no_staleness(tmp_path):
+    directory = write_run(tmp_path / "run")
+    with RunViews(directory.path) as views:
+        (waiting,) = list_groups(views, GroupFilter(state="waiting"), None).groups
+    fates = JsonLinesLog(directory.fates_path)
+    for member in range(len(waiting.rewards)):
+        fates.append({"rollout_id": f"{waiting.group_id}/{member}", "fate": "rolled_back", "reason": "",
+                      "step": waiting.oldest_weight_step - 1, "lineage": 1, "time": 2.0})  # fmt: skip
+    fates.close()
+    with RunViews(directory.path) as views:
+        (group,) = list_groups(views, GroupFilter(state="rolled_back"), None).groups
+    assert group.step == waiting.oldest_weight_step - 1 and group.staleness is None
+    with ObservedRuns(directory.path) as runs:
+        (run,) = runs.all()
+        run.catch_up()
+        (row,) = [row for row in group_list(run, {"limit": "99"})["groups"] if row["group_id"] == waiting.group_id]
+    assert row["step"] == group.step and row["staleness"] is None
 
 
 def test_every_rollout_that_was_started_is_counted_once(views):

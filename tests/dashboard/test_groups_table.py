@@ -22,7 +22,7 @@ def test_a_wide_screen_shows_every_column(views, printed):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("width", [60, 70, 80, 100, 120])
+@pytest.mark.parametrize("width", [40, 60, 70, 80, 100, 120])
 def test_the_table_fits_and_ids_are_whole(views, printed, width):
     groups = list_groups(views, GroupFilter(), None).groups
     lines = printed(group_table(groups, width), width=width).splitlines()

@@ -21,7 +21,8 @@ def write_run(path, rewards, seed=0, preset="grpo", start=1000.0, tokens=100.0, 
     config = {"seed": seed, "steps": 9, "learner": {"loss": {"preset": preset}}, "tracking": {"samples": seed > 0}}
     (path / "config.yaml").write_text(yaml.safe_dump(config))
     metrics, events, now = [], [], start
-    for first, last in lives:
+    for life, (first, last) in enumerate(lives):
+        events += [{"event": "resume", "time": now - 0.1}] if life else []
         events.append({"event": "start", "time": now})
         for step in range(first + 1, (len(rewards) if last is None else last) + 1):
             now += 1.0
@@ -94,6 +95,7 @@ def test_seconds_are_those_in_which_the_run_was_alive(tmp_path):
     panels, _ = drawn(tmp_path, [run], by="seconds")
     # the first life lasts 3 s, of which updates 2 and 3 were lost; the second begins 50 s later
     assert [row[0] for row in panels["reward", "cats"]] == pytest.approx([1.0, 4.0, 5.0, 6.0])
+    # what a resume tells before its start belongs to the life that begins, not to the one before
 
 
 def test_tokens_are_those_that_were_trained_and_seeds_meet_on_a_grid(tmp_path):

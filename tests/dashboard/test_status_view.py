@@ -67,6 +67,16 @@ def test_what_a_lost_run_was_at_is_shown_as_the_last_known(state):
     assert worker == "rollout-3#0 ended 0 group 7".split()
 
 
+def test_a_run_that_is_over_has_no_forecast_and_one_that_waits_says_all_of_it():
+    training = {"words": "reward 0.500  64 tok/s  staleness 1.00  ETA 1–2 min"}
+    waiting = "update 3 needs 16 groups; " + "running: cats 16; " * 14 + "serving version 3"
+    content = CONTENT | {"training": training, "waiting_for": waiting}
+    assert "staleness 1.00  ETA 1–2 min" in shown(content)
+    for state in ("finished", "stopped", "dead", "failed"):
+        assert "staleness 1.00" in shown(content, state) and "ETA" not in shown(content, state)
+    assert all(" ".join(waiting.split()) in " ".join(shown(content, state).split()) for state in ("running", "dead"))
+
+
 @pytest.mark.parametrize("whose", ["groups", "simulators"])
 def test_failures_are_counted_with_the_last_reason(whose):
     text = shown({whose: {"failed": 1234, "last_failure": "it was ended by SIGKILL"}})

@@ -96,6 +96,20 @@ def test_a_run_says_what_it_is_at_and_marks_events(client):
     assert page["events"][-1]["reason"] == "<script>alert(1)</script>\\x1b[2J"
 
 
+def test_what_a_resumed_run_cost_is_summed_over_its_lives_and_counts_no_time_between(tmp_path):
+    directory = write_run(tmp_path / "twice")
+    events = [(100.0, "start"), (110.0, "end"), (900.0, "resume"), (900.5, "start"), (905.5, "end")]
+    lines = [json.dumps({"time": moment, "event": kind}) + "\n" for moment, kind in events]
+    directory.events_path.write_text("".join(lines))
+    rows = [(1, 105.0, 50.0), (2, 109.0, 80.0), (2, 904.0, 25.0)]
+    lines = [json.dumps({"step": step, "time": moment, "inference/tokens_total": n}) + "\n" for step, moment, n in rows]
+    directory.metrics_path.write_text("".join(lines))
+    runs = ObservedRuns(tmp_path)
+    runs.find("twice").catch_up()
+    listed = runs_page(runs)["runs"][0]
+    assert listed["generated"] == 80 + 25 and listed["busy_s"] == pytest.approx(10 + 5)
+
+
 def test_what_ended_a_run_is_the_goal_that_its_last_life_reached(tmp_path):
     directory = write_run(tmp_path / "early")
     directory.status_path.write_text(json.dumps({"state": "finished", "step": 2, "steps": 10, "time": time.time()}))

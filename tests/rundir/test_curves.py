@@ -35,6 +35,18 @@ def test_a_resume_supersedes_rows_of_its_own_step_and_beyond_metric_by_metric(tm
     assert curves.names == ["held", "loss"] and curves.last("loss") == 40.0 and curves.last("none") is None
 
 
+def test_what_a_counter_came_to_is_summed_over_lives(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    written(path, [row(1, count=10.0), row(2, count=30.0), row(3, other=1.0)])
+    curves = Curves(path)
+    read(curves)
+    lives = [{"step": step, "time": 200.0 + step, "count": number} for step, number in ((2, 5.0), (3, 40.0))]
+    written(path, lives)
+    read(curves)
+    assert curves.counted("count", [100.0, 150.0]) == 30.0 + 40.0  # what was generated for superseded rows, too
+    assert curves.counted("count", []) == 40.0 and curves.counted("none", [100.0]) is None
+
+
 def test_rows_within_one_block_supersede_each_other_too(tmp_path):
     path = tmp_path / "metrics.jsonl"
     written(path, [row(step, loss=float(step)) for step in (1, 2, 3, 4, 2, 3)])

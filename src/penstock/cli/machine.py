@@ -195,12 +195,12 @@ def recipes() -> int:
 def config(
     key: Annotated[
         str | None,
-        typer.Argument(metavar="[KEY]", help="A dotted key; without one the sections are listed.", show_default=False),
+        typer.Argument(metavar="KEY", help="A dotted key; without one the sections are listed.", show_default=False),
     ] = None,
     recipe: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RECIPE]", help="Of this recipe or YAML file only, with the value there.", show_default=False
+            metavar="RECIPE", help="Of this recipe or YAML file only, with the value there.", show_default=False
         ),
     ] = None,
 ) -> int:
@@ -229,7 +229,7 @@ def doctor(
     checkpoint: Annotated[
         str | None,
         typer.Argument(
-            metavar="[CHECKPOINT]",
+            metavar="CHECKPOINT",
             help="A run's checkpoints/step-<n>, or a Hugging Face directory; without one the machine is checked.",
             show_default=False,
         ),

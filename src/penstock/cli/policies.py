@@ -162,7 +162,7 @@ def generate(
     source: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SOURCE]",
+            metavar="SOURCE",
             help="A run's checkpoints/step-<n>, a Hugging Face directory, or the URL of a penstock serve; without it "
             "the policy that the recipe says.",
             show_default=False,

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.dashboard.groups import GroupFilter
+from penstock.dashboard.groups import GroupFilter, check_lesson, source_of
 from penstock.rundir.storage import check_name
 from penstock.rundir.views import RunViews
 from penstock.text.safe_text import printable
@@ -278,6 +278,9 @@ def _export(views: RunViews, request: DatasetRequest) -> DatasetReport:
         groups[row["group_id"]].append(row)
     choices = [choice for members in groups.values() for choice in _choose(members, request)]
     if not choices:
+        check_lesson(views, wanted.lesson_id)
+        if not candidates and (source := source_of(views)) is not None:
+            raise ConfigError(f"the run has no rollouts of its own: it trains on those of {source}: export those")
         words = f" that match {wanted.words}" if wanted.words else ""
         raise ConfigError(
             f"--select {request.selection} finds nothing among {len(candidates)} rollouts{words}: "

@@ -87,7 +87,8 @@ class GroupSummary:
         response_tokens: Mean per member.
         oldest_weight_step: The oldest weights behind any sampled token.
         newest_weight_step: The newest.
-        staleness: Updates between the oldest weights and `step`; None while it waits.
+        staleness: Updates between the oldest weights and `step`; None while it waits, and where a resume went back
+            to before these weights.
         states: Members per state.
         timestamp: When its last member was finished, in Unix seconds.
     """
@@ -173,7 +174,7 @@ def list_groups(views: RunViews, wanted: GroupFilter, limit: int | None) -> Grou
     parameters = {"step": wanted.step, "lesson": wanted.lesson_id, "fate": wanted.state}
     found = views.select(_MATCHING, parameters, limit).to_dicts()
     if not found:
-        _check_lesson(views, wanted.lesson_id)
+        check_lesson(views, wanted.lesson_id)
         return GroupPage((), 0)
     details = views.select(_DETAILS, {"groups": [row["group_id"] for row in found]}).to_dicts()
     by_id = {row["group_id"]: row for row in details}
@@ -194,7 +195,18 @@ def lessons_of(views: RunViews) -> list[str]:
     return [row[0] for row in views.select("SELECT DISTINCT lesson_id FROM rollouts ORDER BY 1").rows()]
 
 
-def _check_lesson(views: RunViews, lesson_id: str | None) -> None:
+def source_of(views: RunViews) -> str | None:
+    """Whose rollouts a run trains on that has none of its own; None where it generates them."""
+    source = views.directory.read_config().get("replay", {}).get("from_rollouts")
+    return None if source is None else str(source)
+
+
+def check_lesson(views: RunViews, lesson_id: str | None) -> None:
+    """Refuses a lesson of which a run has no rollouts, if it has some of others.
+
+    Raises:
+        ConfigError: it is such a lesson.
+    """
     lessons = lessons_of(views)
     if lesson_id is not None and lessons and lesson_id not in lessons:
         raise ConfigError(
@@ -215,7 +227,7 @@ def _summary(row: dict[str, Any], step: int | None) -> GroupSummary:
         response_tokens=math.fsum(member["tokens"] for member in members) / len(members),
         oldest_weight_step=oldest,
         newest_weight_step=max(member["newest"] for member in members),
-        staleness=None if step is None else step - oldest,
+        staleness=None if step is None or step < oldest else step - oldest,
         states=dict(Counter(member["state"] for member in members).most_common()),
         timestamp=row["timestamp"],
     )
@@ -319,17 +331,17 @@ def _columns(groups: Sequence[GroupSummary]) -> list[_Column]:
     in_id = all(group.group_id.startswith(f"{group.lesson_id}-") for group in groups)
     return [
         _Column("step", lambda group: "–" if group.step is None else str(group.step)),
-        _Column("lesson", lambda group: group.lesson_id, 6 if in_id else 1, right=False),
+        _Column("lesson", lambda group: group.lesson_id, 7 if in_id else 1, right=False),
         _Column("group", lambda group: group.group_id, right=False),
         _Column("n", lambda group: str(len(group.rewards))),
         _Column("reward", lambda group: Text(_number(group.reward_mean), style="bold")),
-        _Column("min", lambda group: _number(min(group.rewards)), 3),
-        _Column("max", lambda group: _number(max(group.rewards)), 3),
-        _Column("rewards", lambda group: _sparkline(sorted(group.rewards), low, high), 4, right=False),
-        _Column("advantage", lambda group: _spread(group.advantages), 5),
-        _Column("tokens", lambda group: f"{group.response_tokens:.0f}"),
-        _Column("weights", lambda group: _span(group.oldest_weight_step, group.newest_weight_step)),
-        _Column("age", lambda group: "–" if group.staleness is None else str(group.staleness), 2),
+        _Column("min", lambda group: _number(min(group.rewards)), 4),
+        _Column("max", lambda group: _number(max(group.rewards)), 4),
+        _Column("rewards", lambda group: _sparkline(sorted(group.rewards), low, high), 5, right=False),
+        _Column("advantage", lambda group: _spread(group.advantages), 6),
+        _Column("tokens", lambda group: f"{group.response_tokens:.0f}", 2),
+        _Column("weights", lambda group: _span(group.oldest_weight_step, group.newest_weight_step), 2),
+        _Column("age", lambda group: "–" if group.staleness is None else str(group.staleness), 3),
         _Column("state", lambda group: _states(group.states), right=False),
     ]
 
@@ -415,9 +427,8 @@ def _nothing(views: RunViews, wanted: GroupFilter, counts: RunCounts) -> str:
         return "No evaluation yet: none has ended so far, or the run was made before evaluations were kept."
     if counts.unstored:
         return f"No rollouts are stored yet: {counts_text(counts.unstored)}{_left_over(views, counts)}."
-    source = views.directory.read_config().get("replay", {}).get("from_rollouts")
-    if source is not None:
-        return f"No rollouts of its own: the run trains on those of {printable(str(source))}."
+    if (source := source_of(views)) is not None:
+        return f"No rollouts of its own: the run trains on those of {printable(source)}."
     return "No rollouts yet: the run has started no group so far."
 
 

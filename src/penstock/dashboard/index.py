@@ -72,8 +72,10 @@ CREATE TABLE rollouts (
     finish VARCHAR, part INTEGER, row INTEGER, state VARCHAR, step INTEGER, ended DOUBLE, reason VARCHAR,
     advantage FLOAT);
 """
-AGE = "r.step - r.weight_step - (r.state IS NULL OR r.state = 'trained')::INTEGER"
-"""Updates between the oldest weights behind a rollout and the version that its update, or its end, met."""
+AGE = """CASE WHEN r.step >= r.weight_step
+    THEN r.step - r.weight_step - (r.state IS NULL OR r.state = 'trained')::INTEGER END"""
+"""Updates between the oldest weights behind a rollout and the version that its update, or its end, met; null where a
+resume went back to before these weights."""
 
 _NEW_GROUPS = """
 INSERT INTO groups

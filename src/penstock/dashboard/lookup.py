@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from penstock.dashboard.groups import source_of
 from penstock.rundir import examples_from_table
 from penstock.rundir.views import RunViews
 from penstock.text.safe_text import printable
@@ -195,7 +196,9 @@ def _why_missing(views: RunViews, name: str) -> str:
         "SELECT group_id FROM rollouts GROUP BY group_id ORDER BY max(timestamp) DESC, group_id", limit=_NEWEST_NAMED
     )
     known = ", ".join(row[0] for row in newest.rows())
-    hint = f"the newest groups are {known}" if known else "the run has stored none yet"
+    source = source_of(views)
+    none = "the run has stored none yet" if source is None else f"the run trains on those of {source}: look there"
+    hint = f"the newest groups are {known}" if known else none
     return f"--show {name}: there is no rollout or group with this id; {hint}"
 
 

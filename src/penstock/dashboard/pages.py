@@ -24,6 +24,7 @@ from penstock.dashboard.observation import ObservedRun, ObservedRuns
 from penstock.dashboard.rollout_pages import batches_of, choices, group_list, group_page, moved_by, timeline
 from penstock.dashboard.status import components, finite
 from penstock.rundir.commands import command_line
+from penstock.rundir.logs import LIFE_BEGINS
 from penstock.rundir.replayed_updates import HEADLINE, KeptReplay, read_replays
 from penstock.text.safe_text import printable
 from penstock.types import ConfigError, RunDirectoryError
@@ -315,7 +316,7 @@ def _line(run: ObservedRun) -> dict[str, Any]:
     }
     score, (_, rewards, _) = finite(training.get("score")), run.curves.series(_score_name(run))
     started = [event["time"] for event in events if event.get("event") == "start" and "time" in event]
-    tokens = run.curves.last("inference/tokens_total") or run.curves.last("fleet/steps_total")
+    counters = (run.curves.counted(name, started) for name in ("inference/tokens_total", "fleet/steps_total"))
     return {
         "name": run.name,
         "kind": "simulators" if run.is_of_simulators else "language",
@@ -332,7 +333,7 @@ def _line(run: ObservedRun) -> dict[str, Any]:
         "started": started[0] if started else None,
         "lives": len(started),
         "busy_s": _busy_s(events),
-        "generated": tokens,
+        "generated": next((count for count in counters if count), None),
         "unit": "steps" if run.is_of_simulators else "tokens",
         "ended_by": _ended_by(status.why, events),
         "problem": run.problem,
@@ -369,13 +370,13 @@ def _score_name(run: ObservedRun) -> str:
 
 
 def _busy_s(events: list[dict[str, Any]]) -> float:
-    """Seconds from each start to the last event before the next: what a run has cost."""
+    """Seconds from where each life began to its last event: what a run has cost."""
     total, begun, last = 0.0, None, None
     for event in events:
         time = finite(event.get("time"))
         if time is None:
             continue
-        if event.get("event") == "start":
+        if event.get("event") in LIFE_BEGINS:
             total += (last - begun) if begun is not None and last is not None else 0.0
             begun = time
         last = time

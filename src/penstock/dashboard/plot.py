@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock.rundir import RunDirectory, read_events, read_metrics
 from penstock.rundir.curves import Curves
-from penstock.rundir.logs import has_log
+from penstock.rundir.logs import LIFE_BEGINS, has_log
 from penstock.rundir.storage import write_atomically
 from penstock.types import ConfigError
 from penstock.types.intervals import mean_interval
@@ -171,7 +171,7 @@ def _alive_s(path: Path, times: np.ndarray) -> np.ndarray:
     """Seconds in which the run was alive until each time; between its lives nothing counts."""
     events_path = RunDirectory(path).events_path
     events = list(read_events(events_path)) if has_log(events_path) else []
-    starts = [float(event["time"]) for event in events if event.get("event") == "start"] or [float(times[0])]
+    starts = [float(event["time"]) for event in events if event.get("event") in LIFE_BEGINS] or [float(times[0])]
     rows = [*events, *read_metrics(RunDirectory(path).metrics_path)]  # what was superseded took its time, too
     heard = np.sort([float(row["time"]) for row in rows])
     alive, before = np.zeros(len(times)), 0.0

@@ -42,7 +42,7 @@ _FRAGMENTS = """
 SELECT coalesce(trained_step, fate_step) AS step, task, rollout_id, worker_id, slot, steps,
        steps - trainable_steps AS faulty_steps, episode_reward,
        list_sum(terminated::INTEGER[]) AS terminated, list_sum(truncated::INTEGER[]) AS truncated,
-       weight_step, newest_weight_step, coalesce(trained_step, fate_step) - weight_step AS staleness,
+       weight_step, newest_weight_step, CASE WHEN step >= weight_step THEN step - weight_step END AS staleness,
        state, fate_reason, timestamp, count(*) OVER () AS total
 FROM fragments
 WHERE ($step IS NULL OR coalesce(trained_step, fate_step) = $step
@@ -70,7 +70,7 @@ def print_fragments(views: RunViews, wanted: GroupFilter, limit: int | None, con
     if not rows:
         print_line(console, _nothing(wanted, counts))
         return
-    console.print(_table(rows))
+    console.print(_table(rows, console.width))
     print_line(console, totals(counts, "fragments"), style="dim")
     if rows[0]["total"] > len(rows):
         more = f"{rows[0]['total'] - len(rows):,} older fragments are not shown: --limit {rows[0]['total']}, --step N, "
@@ -104,9 +104,16 @@ def _rows(views: RunViews, wanted: GroupFilter, limit: int | None) -> list[dict[
     return views.select(_FRAGMENTS, parameters, limit).to_dicts()
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for title in ("step", "task", "fragment", "steps", "faulty", "reward", "ends", "weights", "age", "state"):
+def _table(rows: list[dict[str, Any]], width: int) -> Table:
+    titles = ("step", "task", "fragment", "steps", "faulty", "reward", "ends", "weights", "age", "state")
+    cells = [_cells(row) for row in rows]
+    widths = [
+        max(map(cell_len, column))
+        for column in zip(titles, *([str(cell) for cell in row] for row in cells), strict=True)
+    ]
+    gap = _GAP if sum(widths) + _GAP * (len(widths) - 1) <= width else 1
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+    for title in titles:
         left = title in ("task", "fragment", "state")
         table.add_column(
             title,
@@ -114,8 +121,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             no_wrap=title != "fragment",
             overflow="fold" if title == "fragment" else "ellipsis",
         )
-    for row in rows:
-        table.add_row(*_cells(row))
+    for row in cells:
+        table.add_row(*row)
     return table
 
 

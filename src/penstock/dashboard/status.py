@@ -180,7 +180,7 @@ STYLES = {"running": "bold green", "starting": "bold green", "finished": "bold b
 """Of states; all others are bad news."""
 LOST = ("dead", "failed")
 """Of states: what such a run was at when it was last heard of says why."""
-LONGEST = 200
+LONGEST = 400
 THROUGHPUT = (
     ("tokens/s", "inference/tokens_per_s", "{:,.0f}"),
     ("running requests", "inference/running", "{:,.0f}"),
@@ -239,12 +239,14 @@ def _lines(content: Mapping[str, Any], status: RunStatus) -> list[tuple[str, str
     ledger = [f"{state} {count}" for state, count in _mapping(content.get("ledger")).items() if count]
     lessons = [f"{lesson}: {state}" for lesson, state in _mapping(content.get("lessons")).items()]
     is_fleet, alive = "account" in content, status.alive
+    words = _text(training.get("words"), "")
+    words = words if alive else words.partition("  ETA ")[0]  # the end of a run that has ended is no forecast
     phase, waiting = (str(content.get(name, "")) for name in ("phase", "waiting_for"))
     told = alive or status.state in LOST
     lines = [
         ("phase" if alive else "last phase", phase if told else ""),
         ("step", f"{step} of {steps}, lineage {content.get('lineage', 0)}" if step is not None else ""),
-        ("training", _text(training.get("words"), "")),
+        ("training", words),
         ("evaluated", _held_out(training)),
         ("no signal", _text(training.get("no_signal"), "").removeprefix("no signal: ")),
         ("bottleneck", str(content.get("bottleneck", ""))),

@@ -7,6 +7,7 @@ the file, four bytes a number; what superseded what is looked at when a curve is
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,23 @@ class Curves:
         with self._lock:
             values = next((rows.values[name] for rows in reversed(self._rows) if name in rows.values), None)
         return None if values is None else float(values[np.isfinite(values)][-1])
+
+    def counted(self, name: str, begins: Sequence[float]) -> float | None:
+        """How far a counter came in all lives of a run, each of which counts from zero; None where there is none.
+
+        Args:
+            name: Of the metric.
+            begins: Unix seconds at which the lives began, in order.
+        """
+        with self._lock:
+            parts = [(rows.times, rows.values[name]) for rows in self._rows if name in rows.values]
+        if not parts:
+            return None
+        times, values = map(np.concatenate, zip(*parts, strict=True))
+        times, values = times[np.isfinite(values)], values[np.isfinite(values)]
+        lives = np.searchsorted(begins, times, "right")  # of each row
+        last = np.append(lives[1:] != lives[:-1], True)
+        return float(values[last].sum(dtype=np.float64))
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Steps, values and times of a metric; empty where there is none."""

@@ -70,6 +70,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
+LIFE_BEGINS = ("resume", "start")
+"""Events with which a life of a run begins: a resume is told some moments before the start of its process's work."""
 LINKED = "is a link, and a run does not write through links: put the file itself there, or remove the link"
 _MOST_STATUS_BYTES = 16 << 20
 _NOT_PLAIN = "is no plain file: put the log itself there, or remove it"

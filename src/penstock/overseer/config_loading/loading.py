@@ -55,8 +55,8 @@ _BOUNDS = {
     "less_than": ("lt", "less than {}"),
     "less_than_equal": ("le", "at most {}"),
     "multiple_of": ("multiple_of", "a multiple of {}"),
-    "too_short": ("min_length", "a list of at least {} entries"),
-    "too_long": ("max_length", "a list of at most {} entries"),
+    "too_short": ("min_length", "at least {} entries long"),
+    "too_long": ("max_length", "at most {} entries long"),
     "string_too_short": ("min_length", "text of at least {} characters"),
     "string_too_long": ("max_length", "text of at most {} characters"),
 }
