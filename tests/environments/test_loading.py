@@ -55,6 +55,7 @@ def test_loads_with_arguments():
         ("penstock.environments.digits.DigitsEnvironment", {"terms": 0}, "refused env_args: ValueError: terms is 0"),
         ("penstock.environments.jsonl.JsonlEnvironment", {}, "env_args.path is missing: .* requires it"),
         ("nowhere.at.all.Environment", {}, "no module named 'nowhere'"),
+        (f"{__name__}.Bare", {}, r"Bare': its __init__ does not begin with super\(\).__init__\(\): add that"),
         ("missing_file.py:Environment", {}, r"no file .*missing_file\.py"),
     ],
 )
@@ -69,6 +70,11 @@ class Pets(CatsEnvironment):
         super().__init__(name="pets")
 
 
+class Bare(CatsEnvironment):
+    def __init__(self) -> None:
+        self.animals = ("cat",)
+
+
 def test_an_environment_is_given_as_an_instance_or_a_class():
     pets = Pets()
     assert given_environment(pets) is pets
@@ -81,6 +87,8 @@ def test_an_environment_is_given_as_an_instance_or_a_class():
         ("cats", "^environment 'cats' is not a subclass of penstock.environments.Environment$"),
         (dict, "^environment dict is not a subclass of"),
         (SingleTurnEnvironment, "^environment SingleTurnEnvironment is abstract: it does not define score$"),
+        (Bare, r"^environment Bare: its __init__ does not begin with super\(\).__init__\(\): add that$"),
+        (Bare(), r"^environment Bare: its __init__ does not begin with super\(\).__init__\(\): add that$"),
         (JsonlEnvironment, r"^environment JsonlEnvironment cannot be made without arguments: TypeError: .*'path'; give "
                            r"an instance, environment=JsonlEnvironment\(…\)$"),
     ],
