@@ -122,6 +122,19 @@ def test_a_class_from_a_file(tmp_path):
         load_environment(EnvironmentSpec(path, {"size": 3})).reference_examples(1, 0)
 
 
+def test_a_file_may_import_what_stands_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "words_beside_it.py").write_text("ANIMALS = ['cat', 'eel']\n")
+    (tmp_path / "pets.py").write_text(
+        "from words_beside_it import ANIMALS\n"
+        "from penstock.environments import CatsEnvironment\n"
+        "class Pets(CatsEnvironment):\n"
+        "    def __init__(self): super().__init__(variant='named', animals=ANIMALS)\n"
+    )
+    environment = load_environment(EnvironmentSpec(f"{tmp_path}/pets.py:Pets"))
+    assert {example.answer for example in environment.train_examples()} == {"cat", "eel"}
+
+
 def test_modules_beside_the_current_directory_are_found(tmp_path, monkeypatch):
     (tmp_path / "beside_module_for_test.py").write_text("VALUE = 3\n")
     monkeypatch.chdir(tmp_path)
