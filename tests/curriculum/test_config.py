@@ -106,6 +106,7 @@ def test_many_layers_of_dependencies_are_checked_quickly():
         ({"a": {}}, ("lessons", "a", "environment")),
         ({"a": lesson(stop_treshold=1)}, ("lessons", "a", "stop_treshold")),
         ({"a": lesson(plateau_window=2)}, ("lessons", "a", "plateau_window")),
+        ({"a": lesson(success_threshold=float("nan"))}, ("lessons", "a", "success_threshold")),
         (
             {"a": lesson(sampling_params={"max_output_tokens": 0})},
             ("lessons", "a", "sampling_params", "max_output_tokens"),

@@ -182,6 +182,26 @@ def test_of_one_list_of_problems_a_part_is_held_out_and_the_class_gives_the_name
     assert set(held_out) <= {example.example_id for example in more.eval_examples()}
 
 
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: [Example(1, "Say one:")], "example_id of an Example is 1: it must be text"),
+        (lambda: [Example("1", 1)], "prompt of Example '1' is 1: it must be text or chat messages"),
+        (
+            lambda: ["Say one:", "Say two:"],
+            r"examples must be a list of Example\(…\), and is \['Say one:', 'Say two:'\]",
+        ),
+        (lambda: (each for each in Letters.examples), "examples must be a list of .*, and is <generator"),
+        (lambda: [Example("x", "Say one:"), Example("x", "Say two:")], "all its examples have one example_id, 'x': to"),
+    ],
+)
+def test_examples_that_are_none_are_refused(made, message):
+    environment = Letters()
+    with pytest.raises(ConfigError, match=message):
+        environment.examples = made()
+        environment.training_set()
+
+
 def test_an_environment_without_problems_says_how_to_give_it_some():
     class Half(Letters):
         examples = ()

@@ -27,6 +27,7 @@ def test_no_example_comes_again_before_all_have_come(size, n, seed):
 
 def test_stable_unit_is_the_same_on_every_machine():
     assert stable_unit("cat") == 0x77AF778B51ABD4 / 2**56  # the first 7 bytes of SHA-256("cat")
+    assert 0 <= stable_unit("half a pair: \ud83d") < 1
 
 
 def test_split_by_rank_takes_the_exact_share_and_keeps_the_order():

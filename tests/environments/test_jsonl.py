@@ -194,7 +194,7 @@ def test_without_an_answer_column(tmp_path, make):
         ({"prompt_column": "qestion"}, r"prompt_column 'qestion': in row 1 of .*did you mean 'question'"),
         (
             {"answer_column": "solution"},
-            "answer_column 'solution': in row 1 of .* does not exist.*: there are question, answer; null where ",
+            "answer_column 'solution': in row 1 of .* does not exist.*: there are question, answer; set it to null",
         ),
         (
             {"prompt_format": "{query}"},
@@ -211,6 +211,24 @@ def test_without_an_answer_column(tmp_path, make):
         ({"path": "nowhere.jsonl"}, "env_args.path 'nowhere.jsonl': no such file"),
         ({"eval_path": PROBLEMS}, "every prompt is also in env_args.eval_path"),
         ({"max_rows": 1}, "has only one distinct prompt"),
+        ({"max_rows": -5}, "max_rows is -5: it must be at least 1, or null for all"),
+        ({"truncated_reward": float("nan")}, "truncated_reward is nan: rewards lie within"),
+        ({"reward_timeout_s": float("nan")}, "reward_timeout_s is nan: it must be more than 0"),
+        ({"reward_start_timeout_s": 0}, "reward_start_timeout_s is 0: it must be more than 0"),
+        ({"reward_weights": 0.5}, "reward_weights is 0.5: it must be a list of numbers, one per function"),
+        (
+            {"reward_weights": {"final_answer": 1}},
+            "reward_weights is {'final_answer': 1}: it must be a list of numbers",
+        ),
+        ({"template": "chta"}, "template is 'chta': it must be one of auto, plain, chat"),
+        (
+            {"prompt_format": "{question.text}"},
+            "prompt_format '{question.text}' does not fit row 1 of .*AttributeError",
+        ),
+        (
+            {"prompt_format": '{"q": {question}}'},
+            "does not fit row 1 of .*a brace that is meant as one is written twice",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_line(make, arguments, message):
@@ -224,6 +242,28 @@ def test_prompts_that_are_neither_text_nor_messages(tmp_path, make, prompt):
     path = write(tmp_path / "a.jsonl", [{"question": prompt, "answer": "1"}])
     with pytest.raises(ConfigError, match="expected text, or a list of messages with role and content"):
         make(path)
+
+
+def test_a_path_may_be_a_path(tmp_path, make):
+    rows = [{"question": f"q{i}", "answer": str(i)} for i in range(40)]
+    path = Path(write(tmp_path / "a.jsonl", rows))
+    assert make(path).train_examples() == make(str(path)).train_examples()
+
+
+def test_a_column_that_some_rows_lack_is_none_in_them(tmp_path, make):
+    rows = [{"question": f"q{i}", "answer": str(i), **({"level": i} if i % 2 else {})} for i in range(40)]
+    environment = make(write(tmp_path / "a.jsonl", rows))
+    levels = {example.answer: example.columns["level"] for example in environment.train_examples()}
+    assert levels == {answer: int(answer) if int(answer) % 2 else None for answer in levels}
+
+
+def test_prompts_that_hold_the_answer_already_are_warned_of(tmp_path, make, caplog):
+    answered = [*CHAT, {"role": "assistant", "content": "3"}]
+    rows = [
+        {"question": [{**answered[0], "content": f"{i}"}, answered[1]][: 1 + i % 2], "answer": "3"} for i in range(40)
+    ]
+    make(write(tmp_path / "a.jsonl", rows))
+    assert "a.jsonl: 20 of 40 prompts end with a message of the assistant" in caplog.text
 
 
 SEVERAL = """

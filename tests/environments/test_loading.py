@@ -55,6 +55,7 @@ def test_loads_with_arguments():
         ("penstock.environments.digits.DigitsEnvironment", {"terms": 0}, "refused env_args: ValueError: terms is 0"),
         ("penstock.environments.jsonl.JsonlEnvironment", {}, "env_args.path is missing: .* requires it"),
         ("nowhere.at.all.Environment", {}, "no module named 'nowhere'"),
+        (f"{__name__}.Bare", {}, r"Bare': its __init__ does not begin with super\(\).__init__\(\): add that"),
         ("missing_file.py:Environment", {}, r"no file .*missing_file\.py"),
     ],
 )
@@ -69,6 +70,11 @@ class Pets(CatsEnvironment):
         super().__init__(name="pets")
 
 
+class Bare(CatsEnvironment):
+    def __init__(self) -> None:
+        self.animals = ("cat",)
+
+
 def test_an_environment_is_given_as_an_instance_or_a_class():
     pets = Pets()
     assert given_environment(pets) is pets
@@ -81,6 +87,8 @@ def test_an_environment_is_given_as_an_instance_or_a_class():
         ("cats", "^environment 'cats' is not a subclass of penstock.environments.Environment$"),
         (dict, "^environment dict is not a subclass of"),
         (SingleTurnEnvironment, "^environment SingleTurnEnvironment is abstract: it does not define score$"),
+        (Bare, r"^environment Bare: its __init__ does not begin with super\(\).__init__\(\): add that$"),
+        (Bare(), r"^environment Bare: its __init__ does not begin with super\(\).__init__\(\): add that$"),
         (JsonlEnvironment, r"^environment JsonlEnvironment cannot be made without arguments: TypeError: .*'path'; give "
                            r"an instance, environment=JsonlEnvironment\(…\)$"),
     ],
@@ -112,6 +120,19 @@ def test_a_class_from_a_file(tmp_path):
         load_environment(EnvironmentSpec(path, {"size": "x"}))
     with pytest.raises(ConfigError, match="has no reference solutions: remove learner.warm_start"):
         load_environment(EnvironmentSpec(path, {"size": 3})).reference_examples(1, 0)
+
+
+def test_a_file_may_import_what_stands_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "words_beside_it.py").write_text("ANIMALS = ['cat', 'eel']\n")
+    (tmp_path / "pets.py").write_text(
+        "from words_beside_it import ANIMALS\n"
+        "from penstock.environments import CatsEnvironment\n"
+        "class Pets(CatsEnvironment):\n"
+        "    def __init__(self): super().__init__(variant='named', animals=ANIMALS)\n"
+    )
+    environment = load_environment(EnvironmentSpec(f"{tmp_path}/pets.py:Pets"))
+    assert {example.answer for example in environment.train_examples()} == {"cat", "eel"}
 
 
 def test_modules_beside_the_current_directory_are_found(tmp_path, monkeypatch):

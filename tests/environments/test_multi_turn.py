@@ -204,6 +204,8 @@ def test_an_answer_of_the_environment_that_never_comes_fails_its_group_by_name()
         ("respond", 3, "respond returned 3: give text, or messages"),
         ("respond", [], "respond returned None: give text, or messages"),
         ("respond", {"role": "assistant", "content": "5"}, "respond returned .*: give text, or messages"),
+        ("respond", {"role": "user"}, "respond returned .*: give text, or messages"),
+        ("respond", {"role": "user", "content": None}, "respond returned .*: give text, or messages"),
         ("score", None, "Wrong.score returned None: it must return a finite number"),
         ("score", float("nan"), "Wrong.score returned nan: it"),
     ],
@@ -212,6 +214,16 @@ def test_what_is_returned_wrongly_is_said(method, returned, message):
     wrong = type("Wrong", (Guess,), {method: lambda self, conversation: returned})
     with pytest.raises(EnvironmentFailure, match=message):
         play(wrong(), ["5", "7"])
+
+
+@pytest.mark.parametrize("method", ["respond", "is_done", "score"])
+def test_a_method_that_is_async_is_refused(method):
+    async def later(self, conversation):
+        return True
+
+    later.__name__ = method
+    with pytest.raises(EnvironmentFailure, match=f"Wrong.{method} is async: write it without"):
+        play(type("Wrong", (Guess,), {method: later})(), ["5", "7"])
 
 
 @pytest.mark.parametrize("ordered", [True, False])

@@ -1,6 +1,7 @@
 """Reading JSONL and Parquet."""
 
 import codecs
+import gzip
 import json
 from pathlib import Path
 
@@ -29,7 +30,12 @@ def test_jsonl_and_parquet_hold_the_same_rows(tmp_path):
     assert read_rows(f"file://{jsonl}", "path") == ROWS
     marked = tmp_path / "marked.jsonl"
     marked.write_bytes(codecs.BOM_UTF8 + Path(jsonl).read_bytes())
-    assert read_rows(str(marked), "path") == ROWS
+    assert read_rows(str(marked), "path") == read_rows(marked, "path") == ROWS
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "rows.jsonl.gz").write_bytes(gzip.compress(Path(jsonl).read_bytes()))
+    assert read_rows(str(tmp_path / "**" / "*.gz"), "path") == ROWS
+    Path(parquet).rename(tmp_path / "ROWS.PARQUET")
+    assert read_rows(str(tmp_path / "ROWS.PARQUET"), "path") == ROWS
 
 
 @pytest.mark.parametrize(
@@ -38,7 +44,15 @@ def test_jsonl_and_parquet_hold_the_same_rows(tmp_path):
         ("rows.jsonl", '{"a": 1}\n{"a": \n', r"env_args.path '.*rows.jsonl', line 2 is not JSON: Expecting value"),
         ("rows.jsonl", "[1, 2]\n", "line 1 is a list: expected a JSON object"),
         ("rows.jsonl", "\n\n", "holds no rows"),
-        ("rows.jsonl", b"\xff\xfe", "cannot be read: .*codec can't decode"),
+        ("rows.jsonl", b"\xff\xfe", "is no JSONL in UTF-8, one object a line .*codec can't decode"),
+        ("rows.jsonl", '{"a": ' + "9" * 5000 + "}", "line 1 is not JSON: Exceeds the limit"),
+        ("rows.jsonl", '{"a": ' + "[" * 100_000, "line 1 is not JSON: maximum recursion depth"),
+        (
+            "rows.json",
+            '[\n  {"a": 1}\n]\n',
+            "line 1 is not JSON: Expecting value; it is to be JSONL in UTF-8, one object",
+        ),
+        ("rows.jsonl.gz", b"\x1f\x8b junk", "rows.jsonl.gz' cannot be read: "),
         ("rows.parquet", "not parquet", "cannot be read as Parquet"),
     ],
 )
@@ -57,6 +71,8 @@ def test_a_missing_file_gets_the_nearest_name(tmp_path):
         read_rows(str(tmp_path / "nowhere" / "*.jsonl"), "env_args.path")
     with pytest.raises(ConfigError, match=r"is a folder: name its files, such as '.*/\*\.jsonl'$"):
         read_rows(str(tmp_path), "env_args.path")
+    with pytest.raises(ConfigError, match=r"env_args.path 'nofs://a.jsonl' cannot be read: Protocol not known: nofs"):
+        read_rows("nofs://a.jsonl", "env_args.path")
 
 
 def test_columns():

@@ -1,7 +1,9 @@
 """Tools: schemas from signatures, calls in the forms that models write, answers to them, and whole conversations."""
 
+import asyncio
 import json
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -35,8 +37,13 @@ def table() -> dict[str, float]:
     return {"a": 1.5}
 
 
+async def waits(seconds: float) -> str:
+    await asyncio.sleep(seconds)
+    return "waited"
+
+
 RELEASED = threading.Event()
-ALL = [multiply, fails, hangs, long, table]
+ALL = [multiply, fails, hangs, long, table, waits]
 
 
 class Product(ToolEnvironment):
@@ -79,6 +86,7 @@ def test_a_tool_is_said_in_json_schema():
         (lambda a: a, "argument 'a' must be an annotated one with a name"),
         (lambda *a: a, "argument 'a' must be an annotated one with a name"),
         (lambda **a: a, "argument 'a' must be an annotated one with a name"),
+        (partial(table), "tool functools.partial.* has no name by which it could be called: write a function"),
     ],
 )
 def test_a_tool_that_cannot_be_said_is_refused(tool, message):
@@ -142,11 +150,13 @@ def test_tools_that_nobody_is_shown_are_warned_of_before_anything_is_sampled(giv
         (call("multiply", a="six"), "error: multiply: a: Input should be a valid integer"),
         (call("multiply"), "error: multiply: a: Missing required argument"),
         (call("multiply", a=1, c=3), "error: multiply: c: Unexpected keyword argument"),
-        (call("divide", a=1), "error: there is no tool 'divide'; there are multiply, fails, hangs, long, table"),
+        (call("divide", a=1), "error: there is no tool 'divide'; there are multiply, fails, hangs, long, table, waits"),
         (call("fails", reason="so it is"), "error: fails: RuntimeError: so it is"),
         (call("hangs"), "error: hangs: no answer within 0.1 s"),
         (call("long"), "x" * MOST_RESULT_CHARACTERS),
         (call("table"), '{"a": 1.5}'),
+        (call("waits", seconds=0), "waited"),
+        (call("waits", seconds=20), "error: waits: no answer within 0.1 s"),
         ("<tool_call>no</tool_call>", 'error: a call is JSON: {"name": …, "arguments": {…}}'),
     ],
 )

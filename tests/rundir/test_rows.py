@@ -55,6 +55,16 @@ def test_rows_from_before_there_were_samples_are_of_one_each(records):
     assert [record.rollout.sample_starts for record in records_from_table(older)] == [(0,), (0,)]
 
 
+def test_half_a_surrogate_pair_is_written_as_its_escape(records):
+    first, *others = records
+    turns = tuple(dataclasses.replace(turn, content=f"{turn.content} \ud83d ☃") for turn in first.rollout.turns)
+    rollout = dataclasses.replace(first.rollout, turns=turns, env_example_id="x\udcff")
+    table = table_from_records([dataclasses.replace(first, rollout=rollout, group_key="toy:x\udcff"), *others])
+    back = records_from_table(table)[0]
+    assert (back.group_key, back.rollout.env_example_id) == ("toy:x\\udcff", "x\\udcff")
+    assert [turn.content for turn in back.rollout.turns] == [f"{t.content} \\ud83d ☃" for t in first.rollout.turns]
+
+
 def test_what_turns_took_comes_back_and_those_of_older_files_say_nothing(records):
     took = (("wait_s", 0.5), ("decode_s", 0.25))
     first, *others = records

@@ -143,7 +143,7 @@ class LessonConfig(_Frozen):
     plateau_window: int = Field(default=50, ge=3)
     plateau_threshold: float = Field(default=0.01, gt=0)
     require_plateau: bool = True
-    success_threshold: float = 0.5
+    success_threshold: float = Field(default=0.5, allow_inf_nan=False)
     regression_ratio: float = Field(default=0.85, ge=0, le=1)
     sampling_params: SamplingParams = SamplingParams()
     order: Literal["shuffle", "sequential", "iid"] = "shuffle"

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, SupportsInt, TypeVar
+from typing import Any, ClassVar, SupportsInt, TypeVar, get_args
 
 import numpy as np
 from typing_extensions import override
@@ -47,12 +47,23 @@ class Example:
         prompt: Plain text or chat messages.
         answer: The reference answer; empty where there is none.
         columns: What else a reward needs to know.
+
+    Raises:
+        ConfigError: the id is no text, or the prompt neither text nor messages.
     """
 
     example_id: str
     prompt: Prompt
     answer: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.example_id, str):
+            raise ConfigError(f"example_id of an Example is {self.example_id!r:.60}: it must be text, str(…)")
+        if not isinstance(self.prompt, str | Sequence):
+            raise ConfigError(
+                f"prompt of Example {self.example_id!r:.60} is {self.prompt!r:.60}: it must be text or chat messages"
+            )
 
 
 def draw(examples: Sequence[T], n: int, rng: np.random.Generator) -> list[T]:
@@ -71,7 +82,7 @@ def draw(examples: Sequence[T], n: int, rng: np.random.Generator) -> list[T]:
 
 def stable_unit(text: str) -> float:
     """A number in [0, 1) that depends on the text alone, the same on every machine."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") / 2**56
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:7], "big") / 2**56
 
 
 def split_by_rank(examples: Sequence[T], eval_fraction: float, identity: Callable[[T], str]) -> tuple[list[T], list[T]]:
@@ -180,6 +191,8 @@ class ExampleEnvironment(Environment):
 
     def __init__(self, name: str | None = None, template: Template = "auto", system_prompt: str | None = None) -> None:
         super().__init__(name)
+        if template not in get_args(Template):
+            raise ConfigError(f"template is {template!r}: it must be one of {', '.join(get_args(Template))}")
         self._template: Template = template
         self._system_prompt = system_prompt
 
@@ -311,6 +324,16 @@ class ExampleEnvironment(Environment):
             raise ConfigError(
                 f"environment {self.name!r} ({type(self).__name__}) has no problems: give it "
                 "examples = [Example(…), …], or define both train_examples and eval_examples"
+            )
+        if not isinstance(self.examples, Sequence) or not all(isinstance(each, Example) for each in self.examples):
+            raise ConfigError(
+                f"environment {self.name!r} ({type(self).__name__}): examples must be a list of Example(…), and is "
+                f"{self.examples!r:.60}"
+            )
+        if len({example.example_id for example in self.examples}) < 2:
+            raise ConfigError(
+                f"environment {self.name!r} ({type(self).__name__}): all its examples have one example_id, "
+                f"{self.examples[0].example_id!r:.60}: to hold some out takes two, each with an id of its own"
             )
         if not 0 < self.eval_fraction < 1:
             raise ConfigError(

@@ -6,13 +6,14 @@ Rows (`penstock.environments.problem_rows`) are split into training and held-out
 """
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from typing_extensions import override
 
-from penstock.environments.base import Scores, Template
+from penstock.environments.base import REWARD_LIMIT, Scores, Template
 from penstock.environments.episode import GroupScoredEnvironment
 from penstock.environments.example_environment import Example
 from penstock.environments.problem_rows import RowReader, prompt_key, read_rows, split_by_prompt
@@ -31,7 +32,7 @@ class JsonlEnvironment(GroupScoredEnvironment):
     r"""Problems from files.
 
     Args:
-        path: One or more JSONL or Parquet files.
+        path: One or more JSONL or Parquet files; JSONL may be compressed (.gz, .bz2, .xz).
         prompt_column: Holds the prompt: text, or chat messages.
         answer_column: Holds the reference answer; null where there is none.
         prompt_format: Makes the prompt from a row's columns instead: ``"Question: {question}\nAnswer:"``.
@@ -57,13 +58,13 @@ class JsonlEnvironment(GroupScoredEnvironment):
 
     def __init__(
         self,
-        path: str | list[str],
+        path: str | os.PathLike[str] | list[str],
         prompt_column: str = "prompt",
         answer_column: str | None = "answer",
         prompt_format: str | None = None,
         template: Template = "auto",
         system_prompt: str | None = None,
-        eval_path: str | list[str] | None = None,
+        eval_path: str | os.PathLike[str] | list[str] | None = None,
         eval_fraction: float = 0.1,
         max_rows: int | None = None,
         reward: str | RewardFunction | list[str | RewardFunction] = "penstock.environments.rewards.final_answer",
@@ -80,8 +81,14 @@ class JsonlEnvironment(GroupScoredEnvironment):
             raise ConfigError(f"env_args.eval_fraction is {eval_fraction}: it takes a number between 0 and 1")
         if reward_processes < 1:
             raise ConfigError(f"env_args.reward_processes is {reward_processes}: it must be at least 1")
-        if reward_timeout_s <= 0:
-            raise ConfigError(f"env_args.reward_timeout_s is {reward_timeout_s}: it must be more than 0")
+        limits = {"reward_timeout_s": reward_timeout_s, "reward_start_timeout_s": reward_start_timeout_s}
+        for key, seconds in limits.items():
+            if not seconds > 0:
+                raise ConfigError(f"env_args.{key} is {seconds}: it must be more than 0")
+        if max_rows is not None and max_rows < 1:
+            raise ConfigError(f"env_args.max_rows is {max_rows}: it must be at least 1, or null for all")
+        if truncated_reward is not None and not abs(truncated_reward) <= REWARD_LIMIT:
+            raise ConfigError(f"env_args.truncated_reward is {truncated_reward}: rewards lie within ±{REWARD_LIMIT:g}")
         self._reader = RowReader(prompt_column, answer_column, prompt_format)
         rows = read_rows(path, "env_args.path")[:max_rows]
         if eval_path is None:

@@ -40,7 +40,7 @@ def load_environment(spec: SpecLike) -> Environment:
     cls = _checked_class(load_attribute(spec.env_class, "env_class"), f"env_class {spec.env_class!r}")
     arguments = _checked_arguments(cls, spec.env_class, dict(spec.env_args))
     try:
-        return cls(**arguments)
+        return _complete(cls(**arguments), f"env_class {spec.env_class!r}")
     except PenstockError:
         raise
     except Exception as error:  # the constructor's own checks
@@ -64,11 +64,11 @@ def given_environment(given: Any) -> Environment:
         ConfigError: it is neither, or the class cannot be called so.
     """
     if isinstance(given, Environment):
-        return given
+        return _complete(given, f"environment {type(given).__name__}")
     called = f"environment {given.__name__}" if inspect.isclass(given) else f"environment {given!r:.60}"
     cls = _checked_class(given, called)
     try:
-        return cast(Any, cls)()
+        return _complete(cast(Any, cls)(), called)
     except PenstockError:
         raise
     except Exception as error:  # the constructor's own checks
@@ -76,6 +76,12 @@ def given_environment(given: Any) -> Environment:
             f"{called} cannot be made without arguments: {type(error).__name__}: {error}; give an instance, "
             f"environment={given.__name__}(…)"
         ) from error
+
+
+def _complete(environment: Environment, called: str) -> Environment:
+    if not hasattr(environment, "name"):
+        raise ConfigError(f"{called}: its __init__ does not begin with super().__init__(): add that")
+    return environment
 
 
 def _checked_class(cls: Any, called: str) -> type[Environment]:

@@ -25,6 +25,7 @@ shows, and a new sample of the rollout begins with all of that (`penstock.types.
 it will be served with. Beginnings and ends of an answer that are blank, and that the template strips, are no rewriting.
 """
 
+import inspect
 import logging
 import threading
 import time
@@ -259,7 +260,11 @@ class _Attempt:
         who = f"{type(self._environment).__name__}.{method.__name__}"
         limit_s = max(self._left_s, _LEAST_S)
         try:
-            return within(limit_s, method, self.conversation)
+            answer = within(limit_s, method, self.conversation)
+            if inspect.iscoroutine(answer):
+                answer.close()
+                raise EnvironmentFailure(f"{who} is async: write it without, it has a thread of its own")
+            return answer
         except GaveNoAnswer as error:
             raise EnvironmentFailure(
                 f"{who} gave no answer about {self._task.example.example_id!r} within {limit_s:.3g} s: "
@@ -467,7 +472,8 @@ def messages_of(reply: Reply) -> list[Message]:
         else [reply]
     )
     for message in messages or [None]:
-        if not isinstance(message, Mapping) or message.get("role") not in ("user", "tool", "system"):
+        is_message = isinstance(message, Mapping) and isinstance(message.get("content"), str | list)
+        if not is_message or message.get("role") not in ("user", "tool", "system"):
             raise EnvironmentFailure(
                 f"respond returned {message!r:.100}: give text, or messages {{'role': 'user' or 'tool', 'content': …}}"
             )

@@ -6,6 +6,7 @@ column.
 
 import glob
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,22 +17,25 @@ from penstock.environments.example_environment import Example, split_by_hash, st
 from penstock.types import ConfigError
 from penstock.types.importing import nearest
 
+logger = logging.getLogger(__name__)
+
 Row = Mapping[str, Any]
 
 
-def read_rows(paths: str | Sequence[str], field: str) -> list[Row]:
+def read_rows(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], field: str) -> list[Row]:
     """The rows of one or more files, in order.
 
     Args:
-        paths: Files ending in ``.parquet``, or else read as one JSON object a line.
+        paths: Files ending in ``.parquet``, or else read as one JSON object a line, in UTF-8; what ends in ``.gz``,
+            ``.bz2`` or ``.xz`` is decompressed.
         field: The config field, for the message.
 
     Raises:
         ConfigError: a file is missing, unreadable or malformed, or there are no rows.
     """
     rows: list[Row] = []
-    for path in _expanded([paths] if isinstance(paths, str) else paths, field):
-        rows.extend(_read_parquet(path, field) if path.endswith(".parquet") else _read_jsonl(path, field))
+    for path in _expanded([paths] if isinstance(paths, str | os.PathLike) else paths, field):
+        rows.extend(_read_parquet(path, field) if path.lower().endswith(".parquet") else _read_jsonl(path, field))
     if not rows:
         raise ConfigError(f"{field} {paths!r} holds no rows")
     return rows
@@ -50,14 +54,14 @@ def column(row: Row, name: str, field: str, source: str, remedy: str = "") -> An
     return row[name]
 
 
-def _expanded(paths: Sequence[str], field: str) -> list[str]:
+def _expanded(paths: Sequence[str | os.PathLike[str]], field: str) -> list[str]:
     found: list[str] = []
-    for path in paths:
+    for path in [os.fspath(path) for path in paths]:
         if "://" in path:
             found.append(path)
             continue
         local = str(Path(path).expanduser())
-        matches = sorted(glob.glob(local)) if "*" in local else [local]
+        matches = sorted(glob.glob(local, recursive=True)) if "*" in local else [local]
         if Path(local).is_dir():
             raise ConfigError(
                 f"{field} {path!r} is a folder: name its files, such as {os.path.join(path, '*.jsonl')!r}"
@@ -74,10 +78,17 @@ def _read_jsonl(path: str, field: str) -> list[Row]:
     import fsspec
 
     try:
-        with fsspec.open(path, "rt", encoding="utf-8-sig") as file:
+        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
             return list(_parsed(file, path, field))
-    except (OSError, UnicodeDecodeError, ImportError) as error:
-        raise ConfigError(f"{field} {path!r} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{field} {path!r} is no {_FORM}: {error}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # file systems of URLs have their own errors, and compressions theirs
+        raise ConfigError(f"{field} {path!r} cannot be read: {error or type(error).__name__}") from error
+
+
+_FORM = "JSONL in UTF-8, one object a line (Parquet is what ends in .parquet)"
 
 
 def _parsed(lines: Any, path: str, field: str) -> Iterator[Row]:
@@ -86,23 +97,26 @@ def _parsed(lines: Any, path: str, field: str) -> Iterator[Row]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{field} {path!r}, line {number} is not JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:  # its syntax; a number of too many digits; too deep
+            said = error.msg if isinstance(error, json.JSONDecodeError) else error
+            raise ConfigError(f"{field} {path!r}, line {number} is not JSON: {said}; it is to be {_FORM}") from error
         if not isinstance(row, dict):
-            raise ConfigError(f"{field} {path!r}, line {number} is a {type(row).__name__}: expected a JSON object")
+            raise ConfigError(
+                f"{field} {path!r}, line {number} is a {type(row).__name__}: expected a JSON object; it is to "
+                f"be {_FORM}"
+            )
         yield row
 
 
 def _read_parquet(path: str, field: str) -> list[Row]:
     import fsspec
     import pyarrow.parquet
-    from pyarrow import ArrowInvalid
 
     try:
         with fsspec.open(path, "rb") as file:
             return pyarrow.parquet.read_table(file).to_pylist()
-    except (OSError, ArrowInvalid, ImportError) as error:
-        raise ConfigError(f"{field} {path!r} cannot be read as Parquet: {error}") from error
+    except Exception as error:  # as above, and Arrow's
+        raise ConfigError(f"{field} {path!r} cannot be read as Parquet: {error or type(error).__name__}") from error
 
 
 class RowReader:
@@ -120,37 +134,46 @@ class RowReader:
         self._prompt_format = prompt_format
 
     def examples(self, rows: Sequence[Row], path: str) -> list[Example]:
-        """One example per row; equal rows are told apart by their number."""
+        """One example per row; equal rows are told apart by number, and a column that only others have is None."""
         seen: dict[str, int] = {}
         examples: list[Example] = []
+        names: dict[str, None] = {name: None for row in rows for name in row}
         for number, row in enumerate(rows, start=1):
             source = f"row {number} of {path}"
             prompt = self._prompt(row, source)
             answer = ""
             if self._answer_column:
-                without = "; null where the problems have none"
+                without = "; set it to null where the problems have none"
                 answer = column(row, self._answer_column, "env_args.answer_column", source, without)
             identity = f"{int(stable_unit(_identity(prompt, answer)) * 2**48):012x}"
             seen[identity] = seen.get(identity, 0) + 1
             example_id = identity if seen[identity] == 1 else f"{identity}-{seen[identity]}"
-            examples.append(Example(example_id, prompt, str(answer), row))
+            columns = row if len(row) == len(names) else {**names, **row}
+            examples.append(Example(example_id, prompt, str(answer), columns))
+        answered = sum(not isinstance(e.prompt, str) and e.prompt[-1].get("role") == "assistant" for e in examples)
+        if answered:
+            logger.warning(
+                "%s: %d of %d prompts end with a message of the assistant, after which the policy is asked for "
+                "another: where that is the answer, take it out, and give it as answer_column",
+                path, answered, len(examples),
+            )  # fmt: skip
         return examples
 
     def _prompt(self, row: Row, source: str) -> Prompt:
         if self._prompt_format is not None:
             try:
                 return self._prompt_format.format(**row)
-            except (KeyError, IndexError, ValueError) as error:
+            except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
                 raise ConfigError(
                     f"env_args.prompt_format {self._prompt_format!r} does not fit {source}: {error!r}; "
-                    f"its columns are {', '.join(row)}"
+                    f"its columns are {', '.join(row)}; a brace that is meant as one is written twice"
                 ) from error
         prompt = column(row, self._prompt_column, "env_args.prompt_column", source)
         if isinstance(prompt, str) or _are_messages(prompt):
             return prompt
         raise ConfigError(
-            f"env_args.prompt_column {self._prompt_column!r}: {source} holds a {type(prompt).__name__}: expected text, "
-            "or a list of messages with role and content"
+            f"env_args.prompt_column {self._prompt_column!r}: {source} holds {prompt!r:.60} ({type(prompt).__name__}): "
+            "expected text, or a list of messages with role and content"
         )
 
 

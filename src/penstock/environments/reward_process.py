@@ -549,6 +549,8 @@ def _checked_weights(functions: Sequence[str], weights: Sequence[float] | None) 
         raise ConfigError(f"env_args.reward names {twice[0]!r} twice: name it once, with a weight in reward_weights")
     if weights is None:
         return [1.0] * len(functions)
+    if not isinstance(weights, Sequence) or not all(isinstance(weight, int | float) for weight in weights):
+        raise ConfigError(f"env_args.reward_weights is {weights!r:.60}: it must be a list of numbers, one per function")
     if len(weights) != len(functions):
         raise ConfigError(
             f"env_args.reward_weights has {_counted(len(weights), 'number')} for "

@@ -18,6 +18,7 @@ is answered with ``error: …``, so that the policy can try again. Arguments are
 tools that must be fenced in.
 """
 
+import asyncio
 import inspect
 import json
 import logging
@@ -45,7 +46,7 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
     """What chat templates take as one of `tools`: name, description (the docstring) and arguments as JSON schema.
 
     Raises:
-        ValueError: an argument has no annotation, or one that JSON cannot say.
+        ValueError: it is no function with a name; an argument has no annotation, or one that JSON cannot say.
     """
     name = getattr(tool, "__name__", repr(tool))
     for argument, parameter in inspect.signature(tool).parameters.items():
@@ -53,6 +54,8 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
             parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD,
         ):  # fmt: skip
             raise ValueError(f"tool {name}: argument {argument!r} must be an annotated one with a name")
+    if not name.isidentifier():
+        raise ValueError(f"tool {name:.60} has no name by which it could be called: write a function, def …")
     try:
         form: Any = tool
         arguments = TypeAdapter(form).json_schema()
@@ -69,8 +72,8 @@ class ToolEnvironment(MultiTurnEnvironment):
     """Problems that may be solved with tools.
 
     Args:
-        tools: Functions with annotated arguments; their docstrings tell the policy what they do. None: those of the
-            class.
+        tools: Functions with annotated arguments, async or not; their docstrings tell the policy what they do. None:
+            those of the class.
         tool_seconds: Longest time of one call; a longer one is an error that the policy is told.
         shown: Whether the chat template shows the tools; where not, or where prompts are plain, `system_prompt` must
             say how to call.
@@ -164,7 +167,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         if tool is None:
             return f"error: there is no tool {call.name!r:.100}; there are {', '.join(self._tools)}"
         try:
-            result = within(self._tool_seconds, tool, **call.arguments)
+            result = within(self._tool_seconds, _answer, tool, call.arguments)
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             return f"error: {call.name}: {problems:.500}"
@@ -173,3 +176,9 @@ class ToolEnvironment(MultiTurnEnvironment):
         except (Exception, SystemExit) as error:  # whatever a tool raises is the policy's to know
             return f"error: {call.name}: {type(error).__name__}: {error}"[:500]
         return (result if isinstance(result, str) else json.dumps(result, default=str))[:MOST_RESULT_CHARACTERS]
+
+
+def _answer(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """What a tool returns; an async one has an event loop of its own."""
+    answer = tool(**arguments)
+    return asyncio.run(answer) if inspect.iscoroutine(answer) else answer

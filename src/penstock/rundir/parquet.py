@@ -336,6 +336,14 @@ def offsets_of(lengths: Sequence[int]) -> pa.Array:
     return pa.array(offsets.astype(np.int32))
 
 
+def text_column(texts: Sequence[str]) -> pa.Array:
+    """Strings; half of a surrogate pair, which is no character, is written as its escape, as tokenizers read it."""
+    try:
+        return pa.array(texts, pa.string())
+    except UnicodeEncodeError:  # a tool's answer or a problem of somebody's file may hold one
+        return pa.array([text.encode("utf-8", "backslashreplace").decode() for text in texts], pa.string())
+
+
 def flattened(lists: Iterable[Iterable[Any]]) -> list[Any]:
     """All elements end to end."""
     return list(chain.from_iterable(lists))

@@ -40,6 +40,7 @@ from penstock.rundir.parquet import (
     schema_version,
     shared_column,
     slices,
+    text_column,
     values_from_column,
     versioned,
     write_parquet,
@@ -349,10 +350,10 @@ def table_from_records(records: Sequence[RolloutRecord]) -> pa.Table:
         **metadata,
         "rollout_id": [rollout.rollout_id for rollout in rollouts],
         "group_id": [record.group_id for record in records],
-        "group_key": [record.group_key for record in records],
+        "group_key": text_column([record.group_key for record in records]),
         "lesson_id": [rollout.lesson_id for rollout in rollouts],
         "env_name": [rollout.env_name for rollout in rollouts],
-        "env_example_id": [rollout.env_example_id for rollout in rollouts],
+        "env_example_id": text_column([rollout.env_example_id for rollout in rollouts]),
         "newest_weight_step": _newest_weight_steps(rollouts, metadata["weight_step"], arrays, lists),
         "oldest_weight_step": [rollout.oldest_weight_step for rollout in rollouts],
         "episode_reward": [float(rollout.episode_reward) for rollout in rollouts],
@@ -417,11 +418,14 @@ def _turns_column(rollouts: Sequence[AnyRollout]) -> pa.Array:
     turns = flattened(lists)
     values = (
         [turn.role for turn in turns],
-        [turn.content for turn in turns],
+        text_column([turn.content for turn in turns]),
         [turn.start for turn in turns],
         [turn.stop for turn in turns],
     )
-    columns = [pa.array(value, field.type) for value, field in zip(values, _TURN, strict=False)]
+    columns = [
+        value if isinstance(value, pa.Array) else pa.array(value, field.type)
+        for value, field in zip(values, _TURN, strict=False)
+    ]
     columns.append(pairs_column([turn.timings for turn in turns]))
     return nested_column(lists, pa.StructArray.from_arrays(columns, fields=list(_TURN)))
 

@@ -34,7 +34,7 @@ def load_attribute(path: str, field: str) -> Any:
     """Imports what a dotted path, or ``path/to/file.py:name``, stands for.
 
     Modules beside the current directory are found as they are by ``python -m``. A file, too, is imported once in a
-    process, as a module that is called by its whole path.
+    process, as a module that is called by its whole path; what it imports may stand beside it.
 
     Args:
         path: For example ``my_package.rewards.exact``, ``my_package.rewards:exact`` or ``rewards.py:exact``.
@@ -48,7 +48,7 @@ def load_attribute(path: str, field: str) -> Any:
             f"{field} {path!r} was given as a Python object, which no file holds: give it again, from Python by "
             f"{_GIVEN_AGAIN.get(field, 'its argument')}, or name code that can be imported"
         )
-    _search_working_directory()
+    _search(os.getcwd())
     if path.endswith(".py"):
         raise ConfigError(f"{field} {path!r} is a file, and says nothing of it: write {path}:Name")
     if ".py:" in path:
@@ -77,7 +77,7 @@ def load_module(module_name: str, path: str, field: str) -> ModuleType:
     Raises:
         ConfigError: there is none, it needs another that is missing, or its import failed.
     """
-    _search_working_directory()
+    _search(os.getcwd())
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -133,9 +133,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
-def _search_working_directory() -> None:
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
+def _search(folder: str) -> None:
+    """After all else, so that no installed module is hidden."""
+    if folder not in sys.path and not (folder == os.getcwd() and "" in sys.path):
+        sys.path.append(folder)
 
 
 def _called(module: ModuleType) -> str:
@@ -152,6 +153,7 @@ def _import_file(file: Path, path: str, field: str) -> ModuleType:
     module_spec = importlib.util.spec_from_file_location(name, file)
     if module_spec is None or module_spec.loader is None:
         raise ConfigError(f"{field} {path!r}: {file} cannot be imported as Python")
+    _search(str(file.resolve().parent))
     module = sys.modules[name] = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
