@@ -447,7 +447,8 @@ def read_body(kind: type[_Read], content: bytes, max_seq_len: int) -> _Read:
         first = max(errors, key=lambda each: len(each["loc"]))  # of a union's arms the one that fits best
         param = str(first["loc"][0]) if first["loc"] else None
         path = ".".join(str(part) for part in first["loc"])
-        raise ApiError(400, f"{path}: {first['msg']}", param=param, code="invalid_value") from error
+        message = (f"{path}: " if path else "") + first["msg"].removeprefix("Value error, ")
+        raise ApiError(400, message, param=param, code="invalid_value") from error
 
 
 def _refuse_unless_neutral(name: str, value: Any) -> None:
