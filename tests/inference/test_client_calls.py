@@ -248,7 +248,8 @@ NEUTRAL = [
     {"top_k": -1}, {"min_p": 0.0}, {"min_p": None}, {"min_tokens": 0}, {"repetition_penalty": 1.0},
     {"ignore_eos": False}, {"skip_special_tokens": True}, {"length_penalty": 1.0}, {"prompt_logprobs": None},
     {"return_token_ids": True, "top_k": -1, "min_p": 0.0}, {"n": None, "stream": None, "stop": None, "seed": None},
-    {"verbosity": None, "include_reasoning": True},
+    {"verbosity": None, "include_reasoning": True, "return_prompt_text": False, "return_token_offsets": False},
+    {"routed_experts_prompt_start": 0},
     {"presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}}, {"response_format": {"type": "text"}},
 ]  # fmt: skip
 

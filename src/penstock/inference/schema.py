@@ -110,6 +110,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "bad_words": ([],),
     "priority": (0,),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
 }
 """Parameters that are accepted only with these values (or null), which ask for nothing."""
 
