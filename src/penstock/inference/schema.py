@@ -110,6 +110,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "bad_words": ([],),
     "priority": (0,),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
 }
 """Parameters that are accepted only with these values (or null), which ask for nothing."""
 
@@ -447,7 +450,8 @@ def read_body(kind: type[_Read], content: bytes, max_seq_len: int) -> _Read:
         first = max(errors, key=lambda each: len(each["loc"]))  # of a union's arms the one that fits best
         param = str(first["loc"][0]) if first["loc"] else None
         path = ".".join(str(part) for part in first["loc"])
-        raise ApiError(400, f"{path}: {first['msg']}", param=param, code="invalid_value") from error
+        message = (f"{path}: " if path else "") + first["msg"].removeprefix("Value error, ")
+        raise ApiError(400, message, param=param, code="invalid_value") from error
 
 
 def _refuse_unless_neutral(name: str, value: Any) -> None:
