@@ -92,7 +92,7 @@ def test_lines_of_recipes_that_differ_in_much_are_named_by_their_directories(tmp
     panels, _ = drawn(tmp_path, runs)
     assert {line for panel, line in panels if panel == "reward"} == {"cats", "cats-1", "words"}
     panels, _ = drawn(tmp_path, [f"{'a name that somebody chose, however long it may be, ' * 2}={runs[0]}", *runs[1:]])
-    assert sorted(len(line) for panel, line in panels if panel == "reward")[-1] == 102
+    assert sorted(len(line) for panel, line in panels if panel == "reward")[-1] == 104
 
 
 def test_what_a_resume_made_anew_supersedes_what_was_before(tmp_path):
