@@ -93,6 +93,11 @@ def test_without_numbers_there_are_no_colours(views, text, printed, name, colori
 
 def test_where_there_are_no_colours_numbers_are_offered(views, text, printed):
     assert "--tokens prints the numbers" in shown(views, text, "cats-0-2/1", printed)
+    stored = find_rollouts(views, "cats-0-2/1")
+    for no_color in (False, True):  # a terminal, under NO_COLOR too
+        console = Console(file=(out := io.StringIO()), force_terminal=True, color_system="standard", no_color=no_color)
+        print_conversations(stored, ConversationStyle.of(stored, text, "logprob"), console)
+        assert ("--tokens prints the numbers" in out.getvalue()) == no_color
 
 
 def test_nothing_that_a_model_wrote_reaches_the_terminal_or_rich(views, text, printed):

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -80,6 +81,18 @@ def test_recipes_are_lines_named_by_what_differs(tmp_path):
     panels, _ = drawn(tmp_path, [f"{'old' if 'grpo' in run else 'new'}={run}" for run in runs])
     assert {line for panel, line in panels if panel == "reward"} == {"old", "new"}
     assert all(row[-1] == 2 for row in panels["reward", "old"])
+
+
+def test_lines_of_recipes_that_differ_in_much_are_named_by_their_directories(tmp_path):
+    runs = [write_run(tmp_path / name, [0.1, 0.2], 1) for name in ("a/cats-20260101-000000", "b/cats-1", "words")]
+    for number, run in enumerate(runs):
+        config = yaml.safe_load(Path(run, "config.yaml").read_text())
+        config["learner"] |= {f"a_key_of_some_length_{key}": number for key in range(9)}
+        Path(run, "config.yaml").write_text(yaml.safe_dump(config))
+    panels, _ = drawn(tmp_path, runs)
+    assert {line for panel, line in panels if panel == "reward"} == {"cats", "cats-1", "words"}
+    panels, _ = drawn(tmp_path, [f"{'a name that somebody chose, however long it may be, ' * 2}={runs[0]}", *runs[1:]])
+    assert sorted(len(line) for panel, line in panels if panel == "reward")[-1] == 104
 
 
 def test_what_a_resume_made_anew_supersedes_what_was_before(tmp_path):

@@ -18,7 +18,6 @@ from penstock.types import (
     Rollout,
     RolloutMetadata,
     RolloutRecord,
-    RunFailed,
     SchemaVersionError,
     Stopped,
 )
@@ -131,6 +130,9 @@ def test_empty_places_are_refused(tmp_path, part):
     (tmp_path / "young" / "rollouts").mkdir(parents=True)
     with pytest.raises(ConfigError, match="it holds no rollouts yet"):
         read(tmp_path / "young")
+    (tmp_path / "young" / "fragments").mkdir()
+    with pytest.raises(ConfigError, match="it is a run of simulators, whose fragments train no language policy"):
+        read(tmp_path / "young")
     with pytest.raises(
         ConfigError, match="none of its 2 rollouts passes the filters: all rewards of a group were equal"
     ):
@@ -230,7 +232,7 @@ def test_a_resumed_run_goes_on_with_the_same_batches(batches):
 
 def test_other_rollouts_than_before_are_refused_at_a_resume(batches):
     state = batches().checkpoint_states(4, 1.0)["replay"]
-    with pytest.raises(RunFailed, match="does not hold the rollouts that the run has trained on so far"):
+    with pytest.raises(ConfigError, match="does not hold the rollouts that the run has trained on so far"):
         batches(lineage=1).restore(state | {"digest": "another"})
     with pytest.raises(CheckpointError, match="the run generated its rollouts until now"):
         batches(lineage=1).restore({"lineage": 0, "recorded": []})

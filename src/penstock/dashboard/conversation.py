@@ -144,7 +144,7 @@ def print_conversations(stored: Sequence[StoredRollout], style: ConversationStyl
     """Prints rollouts; those of one group show their prompt once."""
     if style.scale is not None:
         console.print(style.scale.legend())
-        if console.color_system is None:
+        if console.color_system is None or console.no_color:
             console.print("(no colours here: --tokens prints the numbers)", style="dim")
     elif style.coloring == "advantage" and style.token_text is not None:
         console.print("No batch holds this, so it has no advantages yet: shown without colours.", style="magenta")

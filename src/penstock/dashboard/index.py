@@ -74,8 +74,7 @@ CREATE TABLE rollouts (
 """
 AGE = """CASE WHEN r.step >= r.weight_step
     THEN r.step - r.weight_step - (r.state IS NULL OR r.state = 'trained')::INTEGER END"""
-"""Updates between the oldest weights behind a rollout and the version that its update, or its end, met; null where a
-resume went back to before these weights."""
+"""Updates from the oldest weights of a rollout to the version that it met; null where a resume went back further."""
 
 _NEW_GROUPS = """
 INSERT INTO groups

@@ -34,6 +34,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """Okabe and Ito's, which people tell apart however they see colours."""
 NO_RECIPE = ("seed", "steps", "versions", "overseer", "tracking", "runtime", "ray", "roles")
 """Sections of a config in which runs of one recipe may differ."""
+_LONGEST_NAME = 80
+"""Of a line, by the keys that differ."""
 FIELDS = ("panel", "line", "by", "x", "mean", "low", "high", "runs")
 
 Points = tuple[np.ndarray, np.ndarray]
@@ -194,10 +196,13 @@ def _pooled(runs: Sequence[_PlottedRun]) -> dict[str, list[_PlottedRun]]:
     for run, recipe in zip(runs, recipes, strict=True):
         own = ", ".join(f"{key.rpartition('.')[2]}={recipe.get(key, 'null')}" for key in sorted(differing))
         pooled[run.line or own].append(run)
-    if "" in pooled:  # they differ in nothing
-        first = pooled.pop("")
-        name = first[0].path.resolve().name
-        pooled[name.rpartition("-20")[0] or name] = first  # without the time that a run's default name has
+    for own, members in list(pooled.items()):
+        if members[0].line or 0 < len(own) <= _LONGEST_NAME:
+            continue
+        del pooled[own]  # it says nothing, for they differ in nothing, or too much
+        name = members[0].path.resolve().name
+        name = name.rpartition("-20")[0] or name  # without the time that a run's default name has
+        pooled[name if name not in pooled else str(members[0].path)] = members
     for line, members in pooled.items():
         seeds = [run.config.get("seed") for run in members]
         if len(set(seeds)) < len(seeds):

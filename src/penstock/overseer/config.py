@@ -226,7 +226,8 @@ class RunConfig(BaseModel):
         """
         if not isinstance(values, dict) or values.get("versions"):
             return handler(values)
-        filters = PRESET_FILTERS.get(str(_found(values, "learner", "loss", "preset")))
+        preset = _found(values, "learner", "loss", "preset")
+        filters = PRESET_FILTERS.get(preset) if isinstance(preset, str) else None  # whatever else it is, is refused
         if filters is None:
             return handler(values)
         replay, maker = _given(values.get("replay")), _given(_found(values, "replay", "batch_maker"))

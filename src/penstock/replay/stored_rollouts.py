@@ -35,7 +35,6 @@ from penstock.types import (
     Rollout,
     RolloutGroup,
     RolloutRecord,
-    RunFailed,
     Stopped,
     TrainingBatch,
     fold,
@@ -173,6 +172,8 @@ def _each_once(source: Path) -> Iterable[RolloutRecord]:
 
 def _check_policy(source: Path, records: Sequence[RolloutRecord], vocab_size: int) -> None:
     """Refuses what no rollout of this policy can be."""
+    if not records and (source / "fragments").is_dir():
+        raise ConfigError(f"{KEY} is {source}: it is a run of simulators, whose fragments train no language policy")
     if not records:
         raise ConfigError(f"{KEY} is {source}: it holds no rollouts yet; {_SOURCES}")
     arrays = [array for each in records for array in (each.rollout.prompt_tokens, each.rollout.response_tokens)]
@@ -327,12 +328,12 @@ class StoredBatches:
 
         Raises:
             CheckpointError: it is the state of a run that generated.
-            RunFailed: the rollouts are not those that it was trained on.
+            ConfigError: the rollouts are not those that it was trained on.
         """
         if "digest" not in state:
             raise CheckpointError(f"the run generated its rollouts until now: resume it without {KEY}")
         if state["digest"] != self._stored.digest:
-            raise RunFailed(
+            raise ConfigError(
                 f"{self._stored.source} ({KEY}) does not hold the rollouts that the run has trained on so far: more "
                 "were added, some are gone, or the learner's filters are others; train on a copy that stays as it is"
             )

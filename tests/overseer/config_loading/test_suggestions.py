@@ -99,6 +99,10 @@ def test_a_name_of_another_library_in_a_language_run(override, message):
         ("n_epochs=3", "n_epochs: did you mean learner.epochs (how often experience is trained on)?"),
         ("normalize_input=true", "normalize_input: did you mean model.normalize_observations?"),
         ("num_generations=8", "num_generations: there is no such key in this kind of run; remove it"),
+        (
+            "replay.from_rollouts=runs/a",
+            "replay.from_rollouts: runs of simulators train on no stored fragments; remove it",
+        ),
     ],
 )
 def test_the_same_names_lead_elsewhere_in_a_run_of_simulators(override, message):

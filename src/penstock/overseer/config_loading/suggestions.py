@@ -119,6 +119,7 @@ _NAMES = (
         ("inference.max_seq_len", "engine.max_seq_len"), hint="a prompt and its response together",
     ),
     _Name("stop stop_sequences stop_strings", (f"{_SAMPLING}.stop_tokens",)),
+    _Name("from_rollouts", absent="runs of simulators train on no stored fragments"),
     _Name("repetition_penalty presence_penalty frequency_penalty", absent="sampling has no such penalty"),
     _Name(
         "per_device_train_batch_size micro_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu "
