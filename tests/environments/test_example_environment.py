@@ -118,7 +118,7 @@ def test_a_failing_problem_fails_its_own_group_only(policy, decoding, caplog):
         groups, metrics = Echo(broken="abc").sample(policy(echo), 10, 2, decoding, 1, "train")
     assert {g.key for g in groups} == {f"echo:{letter}" for letter in "defghij"}
     assert metrics["failed_groups"] == 3.0
-    assert caplog.text.count("verifier broke") == 3
+    assert caplog.text.count("verifier broke") == 1 and "3 groups failed: verifier broke" in caplog.text
 
 
 def test_no_group_at_all_is_a_failure(policy, decoding):

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -158,6 +159,10 @@ class Task:
     seed: int
 
 
+def _groups(n: int) -> str:
+    return "a group" if n == 1 else f"{n} groups"
+
+
 def mean_by_name(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Each metric's mean over the mappings that have it."""
     values: dict[str, list[float]] = {}
@@ -293,8 +298,8 @@ class ExampleEnvironment(Environment):
         ]
         if failures and not groups:
             raise failures[0]
-        for failure in failures:
-            logger.warning("environment %s: a group failed: %s", self.name, failure)
+        for said, times in Counter(map(str, failures)).items():
+            logger.warning("environment %s: %s failed: %s", self.name, _groups(times), said)
         noted = mean_by_name([outcome.metrics for outcome in outcomes if isinstance(outcome, Played)])
         return groups, {**noted, "failed_groups": float(len(failures)), **self.metrics(groups)}
 
