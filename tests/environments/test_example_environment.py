@@ -202,6 +202,16 @@ def test_examples_that_are_none_are_refused(made, message):
         environment.training_set()
 
 
+def test_lists_of_problems_are_lists_of_examples():
+    for field, wrong in {"train_examples": iter(Letters.examples), "eval_examples": [{"prompt": "Say one:"}]}.items():
+        given = {
+            name: lambda self, i=i: Letters.examples[i::2] for i, name in enumerate(("train_examples", "eval_examples"))
+        }
+        environment = type("Wrong", (Letters,), given | {field: lambda self, wrong=wrong: wrong})()
+        with pytest.raises(ConfigError, match=rf"{field}\(\) must be a list of Example\(…\), and is "):
+            environment.training_set()
+
+
 def test_an_environment_without_problems_says_how_to_give_it_some():
     class Half(Letters):
         examples = ()

@@ -330,11 +330,7 @@ class ExampleEnvironment(Environment):
                 f"environment {self.name!r} ({type(self).__name__}) has no problems: give it "
                 "examples = [Example(…), …], or define both train_examples and eval_examples"
             )
-        if not isinstance(self.examples, Sequence) or not all(isinstance(each, Example) for each in self.examples):
-            raise ConfigError(
-                f"environment {self.name!r} ({type(self).__name__}): examples must be a list of Example(…), and is "
-                f"{self.examples!r:.60}"
-            )
+        self._check_examples("examples", self.examples)
         if len({example.example_id for example in self.examples}) < 2:
             raise ConfigError(
                 f"environment {self.name!r} ({type(self).__name__}): all its examples have one example_id, "
@@ -349,6 +345,8 @@ class ExampleEnvironment(Environment):
     @cached_property
     def _pools(self) -> dict[Mode, Sequence[Example]]:
         train, held_out = self.train_examples(), self.eval_examples()
+        self._check_examples("train_examples()", train)
+        self._check_examples("eval_examples()", held_out)
         for mode, examples in (("train", train), ("eval", held_out)):
             if not examples:
                 raise ConfigError(f"environment {self.name!r} has no examples for mode {mode!r}")
@@ -368,6 +366,13 @@ class ExampleEnvironment(Environment):
                 self.name, len(reported), len(held_out), 2 * self.least_reported,
             )  # fmt: skip
         return {"train": train, "eval": deciding, "report": reported}
+
+    def _check_examples(self, field: str, examples: Any) -> None:
+        if not isinstance(examples, Sequence) or not all(isinstance(each, Example) for each in examples):
+            raise ConfigError(
+                f"environment {self.name!r} ({type(self).__name__}): {field} must be a list of Example(…), and is "
+                f"{examples!r:.60}"
+            )
 
     def _task(self, inference_ctx: InferenceContext, example: Example, seed: int) -> Task:
         prompt = self.shaped(example)
