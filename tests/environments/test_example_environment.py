@@ -186,6 +186,7 @@ def test_of_one_list_of_problems_a_part_is_held_out_and_the_class_gives_the_name
     ("made", "message"),
     [
         (lambda: [Example(1, "Say one:")], "example_id of an Example is 1: it must be text"),
+        (lambda: [Example("1", "Say one:", 1)], r"answer of Example '1' is 1: it must be text, str\(…\); what else"),
         (lambda: [Example("1", 1)], "prompt of Example '1' is 1: it must be text or chat messages"),
         (
             lambda: ["Say one:", "Say two:"],

@@ -50,7 +50,7 @@ class Example:
         columns: What else a reward needs to know.
 
     Raises:
-        ConfigError: the id is no text, or the prompt neither text nor messages.
+        ConfigError: id or answer are no text, or the prompt is neither text nor messages.
     """
 
     example_id: str
@@ -61,6 +61,11 @@ class Example:
     def __post_init__(self) -> None:
         if not isinstance(self.example_id, str):
             raise ConfigError(f"example_id of an Example is {self.example_id!r:.60}: it must be text, str(…)")
+        if not isinstance(self.answer, str):  # a policy says text, and is equal to nothing else
+            raise ConfigError(
+                f"answer of Example {self.example_id!r:.60} is {self.answer!r:.60}: it must be text, str(…); what "
+                "else a reward needs to know is for its columns"
+            )
         if not isinstance(self.prompt, str | Sequence):
             raise ConfigError(
                 f"prompt of Example {self.example_id!r:.60} is {self.prompt!r:.60}: it must be text or chat messages"
