@@ -2,9 +2,11 @@
 
 import gc
 import signal
+import sys
 
 import hypothesis
 import jaxtyping
+import pytest
 from jaxtyping import install_import_hook
 
 import tests.typecheck
@@ -25,6 +27,16 @@ def pytest_collection_finish() -> None:
     """What was imported and collected stays to the end: no collection of garbage need look at it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
+    """Folders of files that a test imported are searched by no other test."""
+    before = [*sys.path]
+    try:
+        return (yield)
+    finally:
+        sys.path[:] = before
 
 
 def pytest_unconfigure() -> None:

@@ -55,6 +55,7 @@ def test_loads_with_arguments():
         ("penstock.environments.digits.DigitsEnvironment", {"terms": 0}, "refused env_args: ValueError: terms is 0"),
         ("penstock.environments.jsonl.JsonlEnvironment", {}, "env_args.path is missing: .* requires it"),
         ("nowhere.at.all.Environment", {}, "no module named 'nowhere'"),
+        (f"{__name__}.Numbered", {}, "Numbered': its name is 3: it must be text"),
         (f"{__name__}.Bare", {}, r"Bare': its __init__ does not begin with super\(\).__init__\(\): add that"),
         ("missing_file.py:Environment", {}, r"no file .*missing_file\.py"),
     ],
@@ -68,6 +69,11 @@ def test_bad_input_is_one_clear_line(env_class, env_args, message):
 class Pets(CatsEnvironment):
     def __init__(self) -> None:
         super().__init__(name="pets")
+
+
+class Numbered(CatsEnvironment):
+    def __init__(self) -> None:
+        super().__init__(name=3)  # pyright: ignore
 
 
 class Bare(CatsEnvironment):

@@ -229,8 +229,8 @@ def _by_own(function: Callable[[RolloutGroup], np.ndarray], group: RolloutGroup)
         ) from error
     if advantages.shape != (len(group.rollouts),) or not np.isfinite(advantages).all():
         raise ConfigError(
-            f"learner.loss.module: compute_advantages gave {advantages.tolist()} for group {group.group_id}: it must "
-            f"be one finite number for each of its {len(group.rollouts)} rollouts"
+            f"learner.loss.module: compute_advantages gave {advantages.tolist()!s:.200} for group {group.group_id}: "
+            f"it must be one finite number for each of its {len(group.rollouts)} rollouts"
         )
     return advantages
 

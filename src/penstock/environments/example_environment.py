@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,7 +50,7 @@ class Example:
         columns: What else a reward needs to know.
 
     Raises:
-        ConfigError: the id is no text, or the prompt neither text nor messages.
+        ConfigError: id or answer are no text, or the prompt is neither text nor messages.
     """
 
     example_id: str
@@ -60,6 +61,11 @@ class Example:
     def __post_init__(self) -> None:
         if not isinstance(self.example_id, str):
             raise ConfigError(f"example_id of an Example is {self.example_id!r:.60}: it must be text, str(…)")
+        if not isinstance(self.answer, str):  # a policy says text, and is equal to nothing else
+            raise ConfigError(
+                f"answer of Example {self.example_id!r:.60} is {self.answer!r:.60}: it must be text, str(…); what "
+                "else a reward needs to know is for its columns"
+            )
         if not isinstance(self.prompt, str | Sequence):
             raise ConfigError(
                 f"prompt of Example {self.example_id!r:.60} is {self.prompt!r:.60}: it must be text or chat messages"
@@ -156,6 +162,10 @@ class Task:
     prompt: Prompt
     prompt_tokens: np.ndarray
     seed: int
+
+
+def _groups(n: int) -> str:
+    return "a group" if n == 1 else f"{n} groups"
 
 
 def mean_by_name(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -293,8 +303,8 @@ class ExampleEnvironment(Environment):
         ]
         if failures and not groups:
             raise failures[0]
-        for failure in failures:
-            logger.warning("environment %s: a group failed: %s", self.name, failure)
+        for said, times in Counter(map(str, failures)).items():
+            logger.warning("environment %s: %s failed: %s", self.name, _groups(times), said)
         noted = mean_by_name([outcome.metrics for outcome in outcomes if isinstance(outcome, Played)])
         return groups, {**noted, "failed_groups": float(len(failures)), **self.metrics(groups)}
 
@@ -325,11 +335,7 @@ class ExampleEnvironment(Environment):
                 f"environment {self.name!r} ({type(self).__name__}) has no problems: give it "
                 "examples = [Example(…), …], or define both train_examples and eval_examples"
             )
-        if not isinstance(self.examples, Sequence) or not all(isinstance(each, Example) for each in self.examples):
-            raise ConfigError(
-                f"environment {self.name!r} ({type(self).__name__}): examples must be a list of Example(…), and is "
-                f"{self.examples!r:.60}"
-            )
+        self._check_examples("examples", self.examples)
         if len({example.example_id for example in self.examples}) < 2:
             raise ConfigError(
                 f"environment {self.name!r} ({type(self).__name__}): all its examples have one example_id, "
@@ -344,6 +350,8 @@ class ExampleEnvironment(Environment):
     @cached_property
     def _pools(self) -> dict[Mode, Sequence[Example]]:
         train, held_out = self.train_examples(), self.eval_examples()
+        self._check_examples("train_examples()", train)
+        self._check_examples("eval_examples()", held_out)
         for mode, examples in (("train", train), ("eval", held_out)):
             if not examples:
                 raise ConfigError(f"environment {self.name!r} has no examples for mode {mode!r}")
@@ -363,6 +371,13 @@ class ExampleEnvironment(Environment):
                 self.name, len(reported), len(held_out), 2 * self.least_reported,
             )  # fmt: skip
         return {"train": train, "eval": deciding, "report": reported}
+
+    def _check_examples(self, field: str, examples: Any) -> None:
+        if not isinstance(examples, Sequence) or not all(isinstance(each, Example) for each in examples):
+            raise ConfigError(
+                f"environment {self.name!r} ({type(self).__name__}): {field} must be a list of Example(…), and is "
+                f"{examples!r:.60}"
+            )
 
     def _task(self, inference_ctx: InferenceContext, example: Example, seed: int) -> Task:
         prompt = self.shaped(example)

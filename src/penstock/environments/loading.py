@@ -81,6 +81,8 @@ def given_environment(given: Any) -> Environment:
 def _complete(environment: Environment, called: str) -> Environment:
     if not hasattr(environment, "name"):
         raise ConfigError(f"{called}: its __init__ does not begin with super().__init__(): add that")
+    if not isinstance(environment.name, str):
+        raise ConfigError(f"{called}: its name is {environment.name!r:.60}: it must be text")
     return environment
 
 
