@@ -348,7 +348,7 @@ class BatchMakers:
                 batch_size //= 2
             return [], []
         maker.set_step(step)
-        examples = _guarded(maker, "create_batch", batch_size) or []
+        examples: Any = _guarded(maker, "create_batch", batch_size) or []
         return _checked(maker, examples), maker.dropped()
 
 
