@@ -90,6 +90,10 @@ def test_well_formed_groups_pass():
             [RolloutGroup("e:1", (rollout(), replace(rollout(), turns=(Turn("user", "", 0, 9),))))],
             r"rollout 1: turns has the span 0\.\.9 in 4 tokens",
         ),
+        (
+            [RolloutGroup("e:1", (rollout(), replace(rollout(), env_example_id=7)))],
+            r"rollout 1: env_example_id is 7 \(int\): it must be text",
+        ),
     ],
 )
 def test_malformed_groups_name_the_field(groups, message):

@@ -113,7 +113,7 @@ def _new(path: Path) -> Iterator[Path]:
     except FileExistsError as error:
         raise _taken(path) from error
     except OSError as error:
-        raise ConfigError(f"--out {path} cannot be written: {error}") from error
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror or error}: choose another place") from error
     finally:
         with suppress(OSError):  # it was never made
             shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)

@@ -321,6 +321,8 @@ def _validate_group(group: Any, n_generations: int, where: str) -> None:
 def _validate_rollout(rollout: Any, where: str) -> None:
     if not isinstance(rollout, Rollout):
         raise EnvironmentFailure(f"{where} is {_shown(rollout)}: expected a Rollout")
+    if not isinstance(rollout.env_example_id, str):
+        raise EnvironmentFailure(f"{where}: env_example_id is {_shown(rollout.env_example_id)}: it must be text")
     if rollout.sampled_tokens == 0:
         raise EnvironmentFailure(f"{where}: response_mask is all false: the policy sampled none of its tokens")
     if rollout.response_logprobs[~rollout.response_mask].any():

@@ -1,3 +1,4 @@
+import re
 import threading
 from collections.abc import Generator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from penstock.model.language.decoder import decoder_digests
 from penstock.model.programs import LazyPrograms, compile_programs, processors_of_process
 from penstock.overseer.component import Settings
 from penstock.overseer.config import lesson_of_worker, rollout_workers
+from penstock.overseer.config_loading import load_config
 from penstock.overseer.kind import REWOUND
 from penstock.overseer.language import kind
 from penstock.overseer.language.kind import LanguageKind
@@ -241,3 +243,16 @@ def test_where_the_policy_cannot_be_loaded_what_is_not_begun_is_left_out(monkeyp
     programs.need(*held)
     list(compile_programs({"later": lambda: None}, urgent=False))  # after all that were asked for before
     assert compiled == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("replay.batch_maker.name=nope", "replay.batch_maker: name is 'nope'"),
+        ("replay.batch_makers={xx: {name: recency}}", "replay.batch_makers names xx: no such environment"),
+        ("learner.loss.module=nowhere_to_be_found:Loss", "learner.loss.module 'nowhere_to_be_found:Loss'"),
+    ],
+)
+def test_what_makes_no_batches_is_refused_before_there_is_a_run(override, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        LanguageKind.of(load_config("cats", [override]))

@@ -18,6 +18,7 @@ from penstock.model.language.config import ModelConfig, read_shape
 from penstock.model.language.decoder import decoder_digests
 from penstock.model.language.lora import is_adapter
 from penstock.model.programs import LazyPrograms, Programs
+from penstock.overseer.assembly import make_batch_makers
 from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_workers
 from penstock.overseer.estimate import model_shape
@@ -304,13 +305,15 @@ class LanguageKind:
         """With the environments of the run's lessons, which say what problems there are; given ones are not made again.
 
         Raises:
-            ConfigError: one cannot be made, or has no problems; or nothing can be trained of what the servers give.
+            ConfigError: one cannot be made, or has no problems; nor can a batch maker or a loss of one's own be; or
+                nothing can be trained of what the servers give.
         """
         config.check_trains()
         known = {} if given is None else given.environments
         lessons = config.curriculum.lessons.items()
         made = {name: known[name] if name in known else load_environment(one.environment.spec) for name, one in lessons}
-        problem_rules(config, made)  # a mistake in the problems is found before anything is written
+        problem_rules(config, made)  # a mistake in the problems is found before anything is written, and in what follows
+        make_batch_makers(config, {environment.name for environment in made.values()})
         _check_agents(config, made)
         return cls(made, factories, objects=() if given is None else given.words)
 
