@@ -312,7 +312,7 @@ class LanguageKind:
         known = {} if given is None else given.environments
         lessons = config.curriculum.lessons.items()
         made = {name: known[name] if name in known else load_environment(one.environment.spec) for name, one in lessons}
-        problem_rules(config, made)  # a mistake in the problems, or in what follows, is found before anything is written
+        problem_rules(config, made)  # a mistake here or below is found before anything is written
         make_batch_makers(config, {environment.name for environment in made.values()})
         _check_agents(config, made)
         return cls(made, factories, objects=() if given is None else given.words)
