@@ -193,7 +193,11 @@ def test_of_one_list_of_problems_a_part_is_held_out_and_the_class_gives_the_name
             r"examples must be a list of Example\(…\), and is \['Say one:', 'Say two:'\]",
         ),
         (lambda: (each for each in Letters.examples), "examples must be a list of .*, and is <generator"),
-        (lambda: [Example("x", "Say one:"), Example("x", "Say two:")], "all its examples have one example_id, 'x': to"),
+        (
+            lambda: [Example("x", "Say one:"), Example("x", "Say two:")],
+            "examples has 2 examples with the example_id 'x':",
+        ),
+        (lambda: [Example("x", "Say one:")], "has one example: to hold some out takes two"),
     ],
 )
 def test_examples_that_are_none_are_refused(made, message):

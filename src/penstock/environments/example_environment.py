@@ -336,10 +336,9 @@ class ExampleEnvironment(Environment):
                 "examples = [Example(…), …], or define both train_examples and eval_examples"
             )
         self._check_examples("examples", self.examples)
-        if len({example.example_id for example in self.examples}) < 2:
+        if len(self.examples) < 2:
             raise ConfigError(
-                f"environment {self.name!r} ({type(self).__name__}): all its examples have one example_id, "
-                f"{self.examples[0].example_id!r:.60}: to hold some out takes two, each with an id of its own"
+                f"environment {self.name!r} ({type(self).__name__}) has one example: to hold some out takes two"
             )
         if not 0 < self.eval_fraction < 1:
             raise ConfigError(
@@ -378,6 +377,12 @@ class ExampleEnvironment(Environment):
                 f"environment {self.name!r} ({type(self).__name__}): {field} must be a list of Example(…), and is "
                 f"{examples!r:.60}"
             )
+        for example_id, times in Counter(example.example_id for example in examples).items():
+            if times > 1:
+                raise ConfigError(
+                    f"environment {self.name!r} ({type(self).__name__}): {field} has {times} examples with the "
+                    f"example_id {example_id!r:.60}: give each an id of its own"
+                )
 
     def _task(self, inference_ctx: InferenceContext, example: Example, seed: int) -> Task:
         prompt = self.shaped(example)

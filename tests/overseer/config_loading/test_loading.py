@@ -90,6 +90,7 @@ def refused(values: dict[str, object]) -> str:
         ({"total_steps": "many"}, "total_steps is 'many': it must be a whole number"),
         ({"total_steps": 1.5}, "total_steps is 1.5: it must be a whole number"),
         ({"total_steps": None}, "total_steps is null: it must be a whole number"),
+        ({"total_steps": True}, "total_steps is true: it must be a number"),
         ({"async": "perhaps"}, "async is 'perhaps': it must be true or false"),
         (
             {"learner": {"optimizer": {"learning_rate": -1}}},

@@ -335,7 +335,7 @@ def build_config(model: type[Config], values: Mapping[str, Any], source: str = "
     """
     prefix = f"{source}: " if source else ""
     try:
-        return model.model_validate(dict(values))
+        made = model.model_validate(dict(values))
     except UnicodeEncodeError as error:  # pydantic cannot even report such a key
         broken = error.object[error.start : error.end]
         raise ConfigError(
@@ -345,6 +345,28 @@ def build_config(model: type[Config], values: Mapping[str, Any], source: str = "
         first, *others = describe_validation_error(model, values, error)
         more = f" (and {len(others)} more: {', '.join(where for where, _ in others)})" if others else ""
         raise ConfigError(f"{prefix}{first[1]}{more}") from error
+    for path, value in _booleans_for_numbers(made, values):
+        raise ConfigError(f"{prefix}{'.'.join(path)} is {str(value).lower()}: it must be a number")
+    return made
+
+
+def _booleans_for_numbers(made: Any, given: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """Where pydantic took true for 1."""
+    if isinstance(given, bool):
+        if isinstance(made, int | float) and not isinstance(made, bool):
+            yield path, given
+    elif isinstance(given, Mapping):
+        parts: Mapping[Any, Any] = given
+        for key, value in parts.items():
+            if isinstance(made, BaseModel):
+                names = {field.alias or name: name for name, field in type(made).model_fields.items()}
+                inner = getattr(made, names.get(str(key), str(key)), None)
+            else:
+                inner = dict(made).get(key) if isinstance(made, Mapping) else None
+            yield from _booleans_for_numbers(inner, value, (*path, str(key)))
+    elif isinstance(given, list | tuple) and isinstance(made, list | tuple):
+        for number, (inner, value) in enumerate(zip(made, given, strict=False)):
+            yield from _booleans_for_numbers(inner, value, (*path, str(number)))
 
 
 def _without_idle_keys(model: type[BaseModel], values: dict[str, Any], keep: Collection[str]) -> dict[str, Any]:
