@@ -357,13 +357,13 @@ def _booleans_for_numbers(made: Any, given: Any, path: tuple[str, ...] = ()) -> 
             yield path, given
     elif isinstance(given, Mapping):
         parts: Mapping[Any, Any] = given
+        found: dict[Any, Any] = {}
+        if isinstance(made, BaseModel):
+            found = {field.alias or name: getattr(made, name) for name, field in type(made).model_fields.items()}
+        elif isinstance(made, Mapping):
+            found = dict(made)
         for key, value in parts.items():
-            if isinstance(made, BaseModel):
-                names = {field.alias or name: name for name, field in type(made).model_fields.items()}
-                inner = getattr(made, names.get(str(key), str(key)), None)
-            else:
-                inner = dict(made).get(key) if isinstance(made, Mapping) else None
-            yield from _booleans_for_numbers(inner, value, (*path, str(key)))
+            yield from _booleans_for_numbers(found.get(key), value, (*path, str(key)))
     elif isinstance(given, list | tuple) and isinstance(made, list | tuple):
         for number, (inner, value) in enumerate(zip(made, given, strict=False)):
             yield from _booleans_for_numbers(inner, value, (*path, str(number)))

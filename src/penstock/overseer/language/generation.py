@@ -203,8 +203,10 @@ def _models_of(url: str, token: str | None, authority: str | None) -> list[str]:
         with httpx.Client(verify=True if authority is None else authority, timeout=_ASK_S, headers=headers) as client:
             answer = client.get(f"{url}/v1/models")
             answer.raise_for_status()
-            cards = answer.json()["data"]
-            return [str(card["id"]) for card in [cards[0], *cards[1:]]]
+            names = [str(card["id"]) for card in answer.json()["data"]]
+        if not names:
+            raise ValueError("there is none")
+        return names
     except httpx.HTTPStatusError as error:
         raise ConfigError(
             f"{url} answered {error.response.status_code} to /v1/models: give the URL of a server as "
