@@ -2,7 +2,7 @@ import pytest
 
 from penstock.dashboard import GroupFilter, list_groups
 from penstock.dashboard.groups import RunCounts, count_rollouts
-from penstock.dashboard.observation import ObservedRuns
+from penstock.dashboard.observation import ObservedRun
 from penstock.dashboard.rollout_pages import group_list
 from penstock.rundir import JsonLinesLog, RunDirectory, RunViews
 from penstock.types import ConfigError
@@ -69,10 +69,10 @@ def test_a_group_of_versions_that_a_resume_took_back_has_no_staleness(tmp_path):
     with RunViews(directory.path) as views:
         (group,) = list_groups(views, GroupFilter(state="rolled_back"), None).groups
     assert group.step == waiting.oldest_weight_step - 1 and group.staleness is None
-    with ObservedRuns(directory.path) as runs:
-        (run,) = runs.all()
-        run.catch_up()
-        (row,) = [row for row in group_list(run, {"limit": "99"})["groups"] if row["group_id"] == waiting.group_id]
+    run = ObservedRun(directory.path)
+    run.catch_up()
+    (row,) = [row for row in group_list(run, {"limit": "99"})["groups"] if row["group_id"] == waiting.group_id]
+    run.close()
     assert row["step"] == group.step and row["staleness"] is None
 
 

@@ -154,7 +154,7 @@ class ObservedRun:
             return False
 
     def catch_up(self) -> None:
-        """Reads all that is there."""
+        """Reads all that is there, of a run that no thread reads on."""
         while self.look():
             pass
 
