@@ -112,9 +112,13 @@ def test_a_status_of_another_form_is_read_as_far_as_it_goes(told):
 
 
 def test_the_json_form_has_the_state_as_it_is_now(tmp_path):
-    told = look(run_of(tmp_path, step=6, components={"inference-0": {"version": [0, 5]}}), lives=False).to_json()
+    members = {"inference-0": {"version": [0, 5], "state": "running"}, "rollout-0": {"state": "dead"}}
+    path = run_of(tmp_path, step=6, components=members)
+    told = look(path, lives=False).to_json()
     assert (told["state"], told["why"], told["step"]) == ("dead", "its process 7 is gone", 6)
-    assert told["components"]["inference-0"] == {"version": [0, 5], "lag_steps": 1}
+    assert told["components"]["inference-0"] == {"version": [0, 5], "state": "ended", "lag_steps": 1}
+    assert told["components"]["rollout-0"] == {"state": "dead"}
+    assert look(path).to_json()["components"]["inference-0"]["state"] == "running"
 
 
 @pytest.mark.attack

@@ -177,7 +177,7 @@ def fleet_page(run: ObservedRun) -> dict[str, Any]:
     deaths = [e for e in run.events() if str(e.get("event", "")).startswith(("component_", "worker_"))]
     return {
         "alive": status.alive,
-        "components": [{"name": name, **fields} for name, fields in components(status.content).items()],
+        "components": [{"name": name, **fields} for name, fields in components(status.content, status.alive).items()],
         "simulators": simulators,
         "words": sickest_in_words(simulators),
         "events": deaths[-MOST_EVENTS:],

@@ -61,7 +61,7 @@ class RunStatus:
     def to_json(self) -> dict[str, Any]:
         """As one object: what status.json says, with the state as it is now."""
         told = {"run_dir": str(self.path), "why": self.why, "age_s": self.age_s, "runtime": self.runtime}
-        return {**self.content, **told, "state": self.state, "components": components(self.content)}
+        return {**self.content, **told, "state": self.state, "components": components(self.content, self.alive)}
 
 
 def read_run_status(
@@ -101,8 +101,11 @@ def read_run_status(
     return RunStatus(path, state, why, age_s, runtime, content)
 
 
-def components(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Name → what status.json says of a component, and how many updates its weights are behind."""
+def components(content: Mapping[str, Any], alive: bool = True) -> dict[str, dict[str, Any]]:
+    """Name → what status.json says of a component, and how many updates its weights are behind.
+
+    Of a run that is not `alive`, what ran when status.json was written has ended since.
+    """
     told: Any = content.get("components", {})
     found: dict[str, dict[str, Any]] = {}
     for name, fields in told.items() if isinstance(told, Mapping) else ():
@@ -110,6 +113,8 @@ def components(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         version, step = row.get("version"), content.get("step")
         if isinstance(version, list) and len(version) == 2 and isinstance(step, int):
             row["lag_steps"] = max(0, step - int(_number(version[1], step)))
+        if not alive and row.get("state") == "running":
+            row["state"] = "ended"
         found[str(name)] = row
     return found
 
@@ -281,7 +286,7 @@ def _components(content: Mapping[str, Any], status: RunStatus) -> Table:
     doing = "last doing" if status.state in LOST else "doing"
     for title in ("component", "state", "deaths", "weights", "idle", "where", doing):
         table.add_column(title, justify="right" if title in ("deaths", "idle") else "left", no_wrap=title != doing)
-    for name, fields in components(content).items():
+    for name, fields in components(content, status.alive).items():
         table.add_row(*(Text(shortened(cell, LONGEST)) for cell in _row(name, fields, status)))
     return table
 
@@ -295,9 +300,11 @@ def _row(name: str, fields: Mapping[str, Any], status: RunStatus) -> list[str]:
     doing = str(fields.get("doing", ""))
     if fields.get("last_death"):
         doing += f" (last death: {fields['last_death']})"
-    state = str(fields.get("state", fields.get("phase", ""))) + (", leaving" if fields.get("leaving") else "")
-    if not status.alive and state.startswith("running"):
-        state, doing = "ended", doing if status.state in LOST else ""
+    state = str(fields.get("state", fields.get("phase", "")))
+    if state == "ended":
+        doing = doing if status.state in LOST else ""
+    elif fields.get("leaving"):
+        state += ", leaving"
     idle = f"{idle_s / (busy_s + idle_s):.0%}" if known else ""
     return [f"{name}#{fields.get('incarnation', 0)}", state, str(fields.get("deaths", 0)), held, idle, where, doing]
 
