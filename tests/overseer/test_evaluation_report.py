@@ -99,7 +99,17 @@ def test_a_difference_is_paired_by_prompt_and_clustered():
 
 def test_a_checkpoint_beside_itself_differs_in_nothing():
     found = LessonReport.of("easy", BATCH, 1.0, baseline=BATCH).difference
-    assert found == Difference(4, Estimate(0.0, 0.0, 0.0), Estimate(0.0, 0.0, 0.0), 0)
+    none = Estimate(0.0, 0.0, 0.0)
+    assert found == Difference(4, none, none, 0, {1: none, 2: none, 3: none})
+
+
+def test_pass_at_k_differs_prompt_by_prompt_over_those_that_both_answered_often_enough():
+    """pass@2: a 2/3 beside 0, b 1 beside 2/3; c was answered once by the baseline. Their mean 1/2, either 1/6 off."""
+    ours = RolloutBatch.of((group("a", 1.0, 0.0, 0.0), group("b", 1.0, 1.0, 0.0), group("c", 1.0, 1.0, 1.0)))
+    theirs = RolloutBatch.of((group("a", 0.0, 0.0, 0.0), group("b", 0.0, 1.0, 0.0), group("c", 0.0)))
+    found = LessonReport.of("easy", ours, 1.0, ks=[2], baseline=theirs).difference
+    assert found is not None and list(found.pass_at) == [2] and found.pass_at[2].value == pytest.approx(1 / 2)
+    assert found.pass_at[2].high - found.pass_at[2].value == pytest.approx(12.7062 / 6, abs=1e-4)  # t of one degree
 
 
 def test_nothing_in_common_is_no_difference_of_zero():
@@ -126,9 +136,9 @@ def test_a_report_with_a_baseline_shows_both_and_what_failed():
         report.print(console)
     text = console.export_text()
     rows = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│ ")]
-    assert rows[2:9] == [
-        "failed groups", "mean reward", "baseline", "difference", "pass@1", "baseline", "difference"
-    ]  # fmt: skip
+    whose = ["baseline", "difference"]
+    each = [["mean reward", *whose], *([f"pass@{k}", *whose] for k in (1, 2, 3))]
+    assert rows[2:] == ["failed groups", *(row for rows in each for row in rows), "tokens"]
     assert "0.056 [" in text and "baseline  step-1" in text
 
 

@@ -50,15 +50,19 @@ class Difference:
         reward_mean: Of the episode reward; see `penstock.types.intervals.difference_interval`.
         success_rate: Of the share that reaches the lesson's success threshold.
         unpaired: Number of rollouts of either that have no counterpart, because a group failed.
+        pass_at: k → of pass@k, over the prompts that both answered k times or more.
     """
 
     prompts: int
     reward_mean: Estimate
     success_rate: Estimate
     unpaired: int
+    pass_at: dict[int, Estimate]
 
     @classmethod
-    def of(cls, batch: RolloutBatch, baseline: RolloutBatch, success_threshold: float) -> "Difference":
+    def of(
+        cls, batch: RolloutBatch, baseline: RolloutBatch, success_threshold: float, ks: Sequence[int] = ()
+    ) -> "Difference":
         """Compares two batches of one lesson, problem by problem."""
         ours, theirs = _rewards_by_prompt(batch), _rewards_by_prompt(baseline)
         paired = sum(min(len(ours[prompt]), len(theirs.get(prompt, ()))) for prompt in ours)
@@ -71,6 +75,7 @@ class Difference:
             reward_mean=Estimate.of(*difference_interval(ours, theirs)),
             success_rate=Estimate.of(*difference_interval(*wins)),
             unpaired=sum(map(len, (*ours.values(), *theirs.values()))) - 2 * paired,
+            pass_at={k: Estimate.of(*difference_interval(*(_chances(side, k) for side in wins))) for k in ks},
         )
 
 
@@ -121,17 +126,18 @@ class LessonReport:
         rollouts = list(batch.rollouts())
         rewards = [rollout.episode_reward for rollout in rollouts]
         wins = [float(reward >= success_threshold) for reward in rewards]
+        pass_at = _pass_at(wins, keys, ks)
         return cls(
             lesson_id=lesson_id,
             prompts=len(set(keys)),
             rollouts=len(rollouts),
             reward_mean=Estimate.of(_mean(rewards), reward_interval(rewards, keys)),
             success_rate=Estimate.of(_mean(wins), proportion_interval(wins, keys)),
-            pass_at=_pass_at(wins, keys, ks),
+            pass_at=pass_at,
             response_tokens=_mean(len(rollout.response_tokens) for rollout in rollouts),
             truncated_fraction=_mean(float(rollout.finish_reason == "length") for rollout in rollouts),
             failed_groups=failed_groups,
-            difference=None if baseline is None else Difference.of(batch, baseline, success_threshold),
+            difference=None if baseline is None else Difference.of(batch, baseline, success_threshold, [*pass_at]),
         )
 
 
@@ -194,6 +200,12 @@ class EvaluationReport:
             table.add_row("  difference", *("" if one is None else str(one.success_rate) for one in differences))
         for k in sorted({k for lesson in reports for k in lesson.pass_at if k > 1}):
             table.add_row(f"pass@{k}", *(str(lesson.pass_at.get(k, "")) for lesson in reports))
+            if self.baseline is not None:
+                theirs, differences = self.baseline.lessons, [lesson.difference for lesson in reports]
+                table.add_row("  baseline", *(str(theirs[lesson.lesson_id].pass_at.get(k, "")) for lesson in reports))
+                table.add_row(
+                    "  difference", *("" if one is None else str(one.pass_at.get(k, "")) for one in differences)
+                )
         table.add_row("tokens", *(f"{lesson.response_tokens:.1f}" for lesson in reports))
         return table
 
@@ -203,6 +215,11 @@ def _rewards_by_prompt(batch: RolloutBatch) -> dict[str, list[float]]:
     for group in batch.groups:
         rewards[group.key] += [rollout.episode_reward for rollout in group.rollouts]
     return dict(rewards)
+
+
+def _chances(wins: dict[str, list[float]], k: int) -> dict[str, list[float]]:
+    """Prompt → its pass@k, of those that were answered often enough."""
+    return {prompt: [pass_at_k(len(group), round(sum(group)), k)] for prompt, group in wins.items() if len(group) >= k}
 
 
 def _pass_at(wins: list[float], keys: list[str], ks: Sequence[int]) -> dict[int, Estimate]:
