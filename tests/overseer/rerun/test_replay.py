@@ -220,6 +220,8 @@ def test_a_batch_that_is_not_what_was_trained_is_found_out(runs: Path, tmp_path:
         (["--step", "3", "--until", "9"], "--until is 9, and {run} has no such update: it made updates 1 to 6"),
         (["--step", "3", "--until", "2"], "--until is 2, before --step 3: give a later update, or leave it out"),
         (["--step", "3", "--set", "steps=4"], "--set steps=4: only keys under learner. act on an update that is made"),
+        (["--step", "3", "--set", "learner.parity.every=2"], "--set learner.parity.every=2: learner.parity.every acts"),
+        (["--step", "3", "--set", "learner.warm_start=null"], "--set learner.warm_start=null: learner.warm_start acts"),
         (["--step", "3", "--set", "learner.loss.preset=x"], "{run}/config.yaml: learner.loss.preset is 'x': "),
         (["--step", "3", "--drop", "cats-0-99/0"], "--drop cats-0-99/0: update 3 trained on no such rollout: "),
     ],

@@ -56,6 +56,8 @@ _OF_UPDATE = "train/optimizer_steps"
 
 CHANGEABLE = "learner."
 """What another update of the same data may have otherwise."""
+_NOT_OF_UPDATES = re.compile(r"learner\.(parity|warm_start|allow_truncated_sampling|max_non_finite_updates)\b")
+"""What of it says nothing of an update: how a run begins, samples, is checked and ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +192,18 @@ class StoredRun:
             changes: ``learner.loss.preset=grpo`` and the like, on top.
 
         Raises:
-            ConfigError: a change is of another section than the learner's, or is not valid.
+            ConfigError: a change is of no key that an update depends on, or is not valid.
         """
         for word in changes:
             if not word.startswith(CHANGEABLE):
                 raise ConfigError(
                     f"--set {word}: only keys under {CHANGEABLE} act on an update that is made again: its data stay as "
                     "they are; for example --set learner.loss.preset=grpo"
+                )
+            if _NOT_OF_UPDATES.match(word):
+                raise ConfigError(
+                    f"--set {word}: {word.partition('=')[0]} acts on a run, and would change nothing of an update that "
+                    "is made again; for example --set learner.loss.preset=grpo"
                 )
         words = self._taken_back(update.time_s)
         config = load_config(self.directory.config_path, words, recorded=True)
