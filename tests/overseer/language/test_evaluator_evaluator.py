@@ -1,7 +1,6 @@
 """Which versions are evaluated, and when an evaluation counts as done."""
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,12 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.overseer.language.evaluator import Evaluator, kept_by, metrics_of
-from penstock.overseer.language.kind import check_best
 from penstock.overseer.results import read_stats, require_results, write_stats
 from penstock.overseer.terminal import interval_text
 from penstock.rundir import RunDirectory, read_records
 from penstock.types import (
-    ConfigError,
     EnvironmentFailure,
     InvalidRolloutError,
     RolloutBatch,
@@ -25,7 +22,6 @@ from penstock.types import (
     WeightVersion,
 )
 from tests.dashboard.sample_run import rollout
-from tests.overseer.conftest import tiny
 
 STATS = RolloutBatchStats("cats", 4, 4, 0.5, 0.5, 0.5, 3.0, 0.0)
 
@@ -197,11 +193,3 @@ def test_problems_that_are_kept_for_reports_have_metrics_of_their_own_name():
     names = set(metrics_of(found, "eval"))
     assert {"eval/cats/reward_mean", "eval_report/dogs/reward_mean"} <= names
     assert not any(name.startswith(("eval/dogs", "eval_report/cats")) for name in names)
-
-
-@pytest.mark.parametrize("frequency, reports, refused", [(0, True, True), (0, False, False), (5, True, False)])
-def test_a_best_checkpoint_that_no_evaluation_could_choose_is_refused(frequency, reports, refused):
-    config = tiny({"curriculum": {"eval_frequency": frequency}, "overseer": {"keep_best": "eval/cats/reward_mean"}})
-    results = {"cats": replace(STATS, reports=reports)}
-    with pytest.raises(ConfigError, match="keep_best is .*eval_frequency is 0") if refused else nullcontext():
-        check_best(config, results)

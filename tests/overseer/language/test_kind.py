@@ -1,6 +1,7 @@
 import re
 import threading
 from collections.abc import Generator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -256,3 +257,11 @@ def test_where_the_policy_cannot_be_loaded_what_is_not_begun_is_left_out(monkeyp
 def test_what_makes_no_batches_is_refused_before_there_is_a_run(override, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         LanguageKind.of(load_config("cats", [override]))
+
+
+@pytest.mark.parametrize(("frequency", "reports", "refused"), [(0, True, True), (0, False, False), (5, True, False)])
+def test_a_best_checkpoint_that_no_evaluation_could_choose_is_refused(monkeypatch, frequency, reports, refused):
+    monkeypatch.setattr(CatsEnvironment, "reports_apart", reports)
+    config = tiny({"curriculum": {"eval_frequency": frequency}, "overseer": {"keep_best": "eval/cats/reward_mean"}})
+    with pytest.raises(ConfigError, match="keep_best is .*eval_frequency is 0") if refused else nullcontext():
+        LanguageKind.of(config)

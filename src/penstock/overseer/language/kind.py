@@ -275,6 +275,19 @@ def _check_agents(config: RunConfig, environments: Mapping[str, Environment]) ->
         )
 
 
+def _check_best(config: RunConfig, environments: Mapping[str, Environment]) -> None:
+    """Whether any evaluation will say which checkpoint is the best."""
+    best = config.overseer.keep_best
+    if best is None or config.curriculum.eval_frequency:
+        return
+    if any(environment.reports_apart and f"/{name}/" in best for name, environment in environments.items()):
+        raise ConfigError(
+            f"overseer.keep_best is {best}, but curriculum.eval_frequency is 0, and before and after training a lesson "
+            "answers problems that are kept apart for reports (eval_report/…), by which nothing is chosen: set "
+            "curriculum.eval_frequency"
+        )
+
+
 ACCELERATED = ("learner", "inference")
 
 
@@ -305,8 +318,8 @@ class LanguageKind:
         """With the environments of the run's lessons, which say what problems there are; given ones are not made again.
 
         Raises:
-            ConfigError: one cannot be made, or has no problems; nor can a batch maker or a loss of one's own be; or
-                nothing can be trained of what the servers give.
+            ConfigError: one cannot be made, or has no problems; nor can a batch maker or a loss of one's own be;
+                nothing can be trained of what the servers give; or no evaluation would say which checkpoint is best.
         """
         config.check_trains()
         known = {} if given is None else given.environments
@@ -315,6 +328,7 @@ class LanguageKind:
         problem_rules(config, made)  # a mistake here or below is found before anything is written
         make_batch_makers(config, {environment.name for environment in made.values()})
         _check_agents(config, made)
+        _check_best(config, made)
         return cls(made, factories, objects=() if given is None else given.words)
 
     # --- before anything is started ------------------------------------------------------------------------------
@@ -466,7 +480,6 @@ class LanguageKind:
         if evaluated:
             run.phase("evaluating the untrained policy")
             run.results["untrained"] = run.results["before"] = yield from run.evaluate("untrained")
-            check_best(run.config, run.results["before"])
         if run.config.learner.warm_start is not None:
             run.phase("warm start")
             yield from run.until_stopped(run.tasks.task("learner-0", "warm_start"))
@@ -535,21 +548,6 @@ class LanguageKind:
         """Failed groups."""
         failed, last_failure = self.failures(run)
         return {"groups": {"failed": failed, "last_failure": last_failure}}
-
-
-def check_best(config: RunConfig, results: Results) -> None:
-    """Whether any evaluation will say which checkpoint is the best.
-
-    Raises:
-        ConfigError: those before and after training are of other problems, and there are no others.
-    """
-    best, asked = config.overseer.keep_best, config.curriculum.eval_frequency
-    if best is not None and not asked and any(stats.reports and f"/{name}/" in best for name, stats in results.items()):
-        raise ConfigError(
-            f"overseer.keep_best is {best}, but curriculum.eval_frequency is 0, and before and after training a lesson "
-            "answers problems that are kept apart for reports (eval_report/…), by which nothing is chosen: set "
-            "curriculum.eval_frequency"
-        )
 
 
 def make_learner(ctx: ComponentContext, settings: Mapping[str, Any]) -> LearnerComponent:
