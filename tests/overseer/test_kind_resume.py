@@ -10,6 +10,8 @@ from penstock import train
 from penstock.overseer import RunConfig
 from penstock.overseer.kind import check_kept
 from penstock.overseer.language.kind import check_language_resume
+from penstock.overseer.progress import Progress
+from penstock.overseer.training import DamageList, create_run, open_log
 from penstock.types import CheckpointError, ConfigError
 
 from .conftest import tiny
@@ -74,6 +76,19 @@ def test_a_key_s_value_is_the_remedy_beside_a_directory_too(checkpoint: Path):
 def test_what_the_model_was_made_of_may_have_gone(checkpoint: Path, tmp_path: Path):
     check_language_resume(tiny({"model": {"init": None, "path": str(tmp_path / "gone")}}), checkpoint)
     check_language_resume(tiny({"model": {"tokenizer": str(tmp_path / "gone")}}), checkpoint)
+
+
+@pytest.mark.parametrize("key", ["path", "initial_checkpoint"])
+def test_a_resume_records_no_other_directory_that_is_not_there(key: str, tmp_path: Path):
+    gone, mistyped = str(tmp_path / "gone"), str(tmp_path / "mistyped")
+    directory = create_run(tiny({"model": {"init": None, key: gone}}), tmp_path / "run", "tiny")
+    open_log(tiny({"model": {"init": None, key: gone}}), directory, Progress("tiny", 3, 1), DamageList()).close()
+    with pytest.raises(ConfigError, match=rf"^model\.{key} is {mistyped}: .*; leave it as it was \({gone}\)$"):
+        open_log(tiny({"model": {"init": None, key: mistyped}}), directory, Progress("tiny", 3, 1), DamageList())
+    assert directory.read_config()["model"][key] == gone
+    Path(mistyped).mkdir()
+    open_log(tiny({"model": {"init": None, key: mistyped}}), directory, Progress("tiny", 3, 1), DamageList()).close()
+    assert directory.read_config()["model"][key] == mistyped
 
 
 @pytest.mark.parametrize(

@@ -436,6 +436,10 @@ def _record_changes(directory: RunDirectory, config: "RunConfig | FleetRunConfig
         )
     old, new = _flat(directory.read_config()), _flat(config.dump() | {"versions": _versions()})
     changes = {key: [old.get(key), new.get(key)] for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
+    for key in ("model.path", "model.initial_checkpoint"):  # a checkpoint needs neither, so that nothing else looks
+        before, now = changes.get(key, (None, None))
+        if now is not None and not Path(now).is_dir():
+            raise ConfigError(f"{key} is {now}: there is no such directory; leave it as it was ({before})")
     log.event("resume", changes=changes)
     if config.overseer.private:
         directory.make_private()
