@@ -9,6 +9,7 @@ Not covered: mixtures of experts, quantised weights, images.
 import json
 import math
 import os
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 from typing_extensions import override
 
 from penstock.model.json_files import read_json
-from penstock.model.language.config_file import REPLACED_KEYS, read_config, write_config
+from penstock.model.language.config_file import MOST_LAYERS, REPLACED_KEYS, read_config, write_config
 from penstock.model.language.lora import CONFIG_FILE, LoraConfig, base_directory, is_adapter, read_adapter_config
 from penstock.types.errors import ConfigError
 
@@ -129,7 +130,7 @@ class ModelConfig(_Frozen):
     vocab_size: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0, le=MOST_LAYERS)
     num_attention_heads: int = Field(gt=0)
     num_key_value_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0)
@@ -302,6 +303,8 @@ class ModelConfig(_Frozen):
         except ValidationError as error:
             first = error.errors()[0]
             where = [".".join(map(str, first["loc"]))] if first["loc"] else []
+            if where and first["type"] != "missing":
+                where = [f"{where[0]} is {reprlib.repr(first['input'])}"]
             raise ConfigError(": ".join([source, *where, first["msg"].removeprefix("Value error, ")])) from error
 
 
@@ -328,7 +331,7 @@ class InitConfig(_Frozen):
     vocab_size: int | None = Field(default=None, gt=0)
     hidden_size: int = Field(default=128, gt=0)
     intermediate_size: int | None = Field(default=None, gt=0)
-    num_hidden_layers: int = Field(default=2, gt=0)
+    num_hidden_layers: int = Field(default=2, gt=0, le=MOST_LAYERS)
     num_attention_heads: int = Field(default=4, gt=0)
     num_key_value_heads: int | None = Field(default=None, gt=0)
     head_dim: int | None = Field(default=None, gt=0)

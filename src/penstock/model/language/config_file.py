@@ -62,6 +62,8 @@ _ACTIVATIONS = {"gemma3_text": ("hidden_activation", "gelu_pytorch_tanh")}
 _WINDOWED = ("mistral", "phi3", "gemma3_text")
 """Families whose windows are computed."""
 _GEMMA_KEYS = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
+MOST_LAYERS = 10_000
+"""A file that says more is damaged, and is not believed before memory is taken for them."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _MAX_POSITIONS = 2048
 
@@ -171,7 +173,7 @@ def _read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
     kinds = config.get("layer_types")
     if not isinstance(pattern, int) or pattern < 1:
         raise ConfigError(f"config.json: sliding_window_pattern is {_shown(pattern)}: it must be at least 1")
-    if kinds is None and isinstance(depth, int):
+    if kinds is None and isinstance(depth, int) and depth <= MOST_LAYERS:
         kinds = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(depth)]
     local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
     theta = local.get("rope_theta", config["rope_local_base_freq"])
