@@ -77,6 +77,16 @@ def test_tools_and_what_became_of_their_calls_are_read():
 
 
 @pytest.mark.parametrize(
+    "tool", [{}, {"type": "web_search"}, {"name": "add"}, {"function": "add"}, {"function": {"name": ""}},
+             {"type": "x", "function": {"name": "add"}}],
+)  # fmt: skip
+def test_a_tool_without_a_function_is_refused_before_a_template_sees_it(tool):
+    with pytest.raises(ApiError, match=r'^tools holds at 1 no {"type": "function"') as refused:
+        read_body(ChatBody, {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": [TOOL, tool]})
+    assert (refused.value.status, refused.value.param) == (400, "tools")
+
+
+@pytest.mark.parametrize(
     ("message", "said"),
     [
         ({"role": "assistant", "content": None}, "messages.0: .*give content"),

@@ -340,6 +340,15 @@ class _Conversation(BaseModel):
         return {**(self.chat_template_kwargs or {}), **({"tools": self.tools} if self.tools else {})}
 
     @model_validator(mode="after")
+    def _with_functions(self) -> "_Conversation":
+        for place, tool in enumerate(self.tools or ()):
+            function = tool.get("function")
+            named = isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])
+            if tool.get("type", "function") != "function" or not named:
+                raise _refused("tools", f'holds at {place} no {{"type": "function", "function": {{"name": …}}}}')
+        return self
+
+    @model_validator(mode="after")
     def _one_way_to_go_on(self) -> "_Conversation":
         if self.add_generation_prompt is False and not self.continue_final_message:
             raise ValueError(
