@@ -1,6 +1,7 @@
 """What would make a run fit, found among changes in their order; and names of shapes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -109,6 +110,26 @@ def test_the_smallest_change_is_found_and_what_cannot_do_is_not_compiled(config,
     remedy = smallest_change(config, model, compiler, report)
     assert remedy.changes == ("learner.micro_batch_rows=1",) and remedy.total_bytes == enough
     assert len(tried) <= 2
+
+
+def test_what_the_formulas_think_too_large_by_another_s_measure_is_compiled_before_a_dearer_change_is_told(
+    config, as_estimated, monkeypatch
+):
+    fit_run, tried = as_estimated
+
+    def half_as_much_again_of_layers(run, model, compiler):
+        report = fit_run(run, model, compiler)
+        return replace(
+            report, parts={"all": round((1.5 if run.learner.remat != "products" else 1) * report.total_bytes)}
+        )
+
+    monkeypatch.setattr(search, "fit_run", half_as_much_again_of_layers)
+    model, fewer = shape_named("0.5b", config), penstock.load_config(config, {"learner.micro_batch_rows": 2})
+    compiler = Compiler(fit_run(fewer, model, Compiler(0)).total_bytes + 10**6)
+    report = search.fit_run(config, model, compiler)
+    tried.clear()
+    assert smallest_change(config, model, compiler, report).changes == ("learner.micro_batch_rows=2",)
+    assert tried[0].learner.remat == "layer" and len(tried) > 2, "which made the others look too large"
 
 
 def test_an_adapter_is_the_change_where_the_model_s_own_state_is_too_large(config, as_estimated):

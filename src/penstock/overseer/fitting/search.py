@@ -244,20 +244,32 @@ def smallest_change(
             yield fewer, shorter
             yield from ((fewer | change, run) for change, run in candidates(shorter, on_cpu, apart))
 
-    ratio = report.total_bytes / estimated(config, model)
+    def attempt(change: Change, run: RunConfig, changed: ModelConfig) -> Remedy | None:
+        try:
+            tried = fit_run(run, changed, compiler)
+        except ConfigError:  # such as rates of arrays that do not train beside an adapter, whose run would be refused
+            return None
+        ratios.append(tried.total_bytes / estimated(run, changed))
+        words = tuple(f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in change.items())
+        return Remedy(words, tried.total_bytes) if tried.fits else None
+
+    ratios = [report.total_bytes / estimated(config, model)]  # what compilers allot by what the formulas say
+    put_off: list[tuple[Change, RunConfig, ModelConfig]] = []
+    found = None
     for change, run in changed_runs():
         try:
             changed = with_adapter(model, change[ADAPTER_KEY]) if ADAPTER_KEY in change else model
-            if estimated(run, changed) * ratio > _CLOSE * capacity:
-                continue
-            tried = fit_run(run, changed, compiler)
-        except ConfigError:  # such as rates of arrays that do not train beside an adapter, whose run would be refused
+        except ConfigError:  # a matrix is smaller than the rank
             continue
-        if tried.fits:
-            words = tuple(f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in change.items())
-            return Remedy(words, tried.total_bytes)
-        ratio = max(ratio, tried.total_bytes / estimated(run, changed))
-    return Remedy((), 0)
+        if estimated(run, changed) * max(ratios) > _CLOSE * capacity:
+            put_off.append((change, run, changed))
+        elif (found := attempt(change, run, changed)) is not None:
+            break
+    for change, run, changed in put_off:  # smaller ones, that might fit where the formulas say the most
+        if estimated(run, changed) * min(ratios) <= capacity:
+            if (smaller := attempt(change, run, changed)) is not None:
+                return smaller
+    return found or Remedy((), 0)
 
 
 @dataclass(frozen=True)
