@@ -177,7 +177,7 @@ class RunConfig(BaseModel):
         weights: How new weights reach the inference servers.
         ray: The cluster.
         roles: Resources by role: learner, replay, curriculum, inference, rollout, evaluator.
-        versions: Of the packages that made the run; written to its config.yaml, never read.
+        versions: Of the packages that made the run, as its config.yaml records them; nothing goes by it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)

@@ -59,7 +59,7 @@ class FleetRunConfig(BaseModel):
         weights: How new weights reach workers in other processes.
         ray: The cluster.
         roles: Resources by role: learner, replay, rollout, evaluator.
-        versions: Of the packages that made the run; written to its config.yaml, never read.
+        versions: Of the packages that made the run, as its config.yaml records them; nothing goes by it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
