@@ -1,5 +1,7 @@
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -19,6 +21,7 @@ from penstock.types import (
     UnreachableError,
 )
 
+DOCS = Path(__file__).parents[2] / "docs"
 VERBS = [
     "train", "eval", "generate", "serve", "export", "rollouts", "dashboard", "plot", "status", "scale", "replay", "why",
     "fit", "recipes", "config", "doctor", "fleet", "curriculum", "env",
@@ -42,6 +45,17 @@ def test_each_command_has_help_with_an_example(verb, capsys):
     shown = capsys.readouterr().out
     assert f"Usage: penstock {verb}" in shown and f"Example: penstock {verb}" in shown
     assert "[[" not in shown  # what may be left out stands in brackets once
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_command_and_what_it_takes_is_on_a_page(verb, capsys):
+    for page in (DOCS.parent / "README.md", DOCS / "cli.md"):
+        assert f"| `penstock {verb}" in page.read_text("utf-8"), page.name
+    words = {"fleet": [verb, "autotune"], "curriculum": [verb, "simulate"], "env": [verb, "new"]}.get(verb, [verb])
+    assert cli.main([*words, "--help"]) == 0
+    options = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)) - {"--help"}
+    pages = "".join(page.read_text("utf-8") for page in DOCS.glob("*.md"))
+    assert [option for option in sorted(options) if not re.search(rf"{option}(?![a-z-])", pages)] == []
 
 
 def test_python_dash_m_is_the_same():

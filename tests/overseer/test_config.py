@@ -31,6 +31,12 @@ def test_a_dumped_config_loads_as_itself():
             r"learner.parity: kl_limit is 0.5, above hard_kl_limit \(0.1\).*: lower it, or raise hard_kl_limit",
         ),
         ({"learner": {"parity": {"wait_s": float("inf")}}}, "learner.parity.wait_s is inf: it must be a finite number"),
+        ({"overseer": {"no_progress_s": float("inf")}}, "overseer.no_progress_s is inf: it must be a finite number"),
+        (
+            {"replay": {"max_rollout_timestamp_delay": float("nan")}},
+            "replay.max_rollout_timestamp_delay is nan: it must be a finite number",
+        ),
+        ({"curriculum": {"temperature": 1e-9}}, r"curriculum.temperature is 1e-09: it must be 0 \(greedy\), or from"),
         ({"learner": {"row_length": 32}}, "learner.row_length is 32, shorter than inference.max_seq_len = 48"),
         ({"async": False, "rollout": {"max_concurrent_groups": 2}}, "rollout.max_concurrent_groups is 2"),
         (

@@ -12,9 +12,11 @@ def test_counts_and_rates_add_up_times_take_the_slowest_shares_the_mean_and_each
     first = {"inference/tokens_per_s": 100.0, "inference/kv_used": 0.2, "weights/fetch_s": 0.5, "weights/lag": 0.0}
     second = {"inference/tokens_per_s": 50.0, "inference/kv_used": 0.4, "weights/fetch_s": 2.0, "weights/lag": 1.0}
     first["inference/proven_bytewise"] = second["inference/proven_bytewise"] = 1.0
+    first["inference_client/servers"] = second["inference_client/servers"] = 2.0
     merged = merge([report("inference", 0, metrics=first), report("inference", 1, metrics=second)])
     assert merged == {
         "inference/proven_bytewise": 1.0,
+        "inference_client/servers": 2.0,
         "inference/tokens_per_s": 150.0,
         "inference/kv_used": pytest.approx(0.3),
         "weights/fetch_s": 2.0,

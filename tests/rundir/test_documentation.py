@@ -1,4 +1,4 @@
-"""docs/run_directory.md describes every column of the files, and no other."""
+"""docs/run_directory.md describes every column of the files, and no other, and events that no other page does."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,8 @@ from penstock.rundir import (
     ROLLOUT_SCHEMA,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "run_directory.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "run_directory.md"
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,11 @@ def test_the_tables_are_the_schemas(heading, schema):
         assert ("null" in text) == field.nullable, name
         kind = text.replace("&lt;", "<").replace("&gt;", ">").split(" [")[0].split(", null")[0]
         assert re.sub(r"\bitem: ", "", str(field.type)).startswith(kind.rstrip(">")), (name, field.type)
+
+
+def test_every_event_is_named_on_a_page():
+    code = "".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    told = set(re.findall(r"event\(\s*\"(\w+)\"", code))
+    pages = "".join(path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md"))
+    assert len(told) > 60
+    assert sorted(event for event in told if f"`{event}`" not in pages) == []

@@ -33,7 +33,7 @@ class BatchMakerConfig(BaseModel):
         arguments: Further keyword arguments of one's own class.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = "deadline"
     alpha: float = Field(default=3.0, ge=0)
@@ -44,7 +44,7 @@ class BatchMakerConfig(BaseModel):
     filter_difficulty: tuple[float, float] | None = None
     filter_overlong: Literal["mask", "penalise"] | None = None
     overlong_fraction: float = Field(default=0.2, gt=0, le=1)
-    overlong_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    overlong_penalty: float = Field(default=1.0, gt=0)
     arguments: dict[str, Any] = {}
 
     @model_validator(mode="after")

@@ -128,7 +128,7 @@ class GroupFilters:
                 f"{_DIFFERING}, or set {_KEY}.filter_zero_variance: false",
             ),
             "difficulty": ("mean rewards were outside of its band", f"widen {_KEY}.filter_difficulty"),
-            "overlong": ("answers were cut", f"raise max_output_tokens or leave out {_KEY}.filter_overlong"),
+            "overlong": ("answers were cut", f"raise max_output_tokens or set {_KEY}.filter_overlong: null"),
         }
         found = [(count, *told[name]) for name, count in self.counts.most_common() if count]
         if not found:

@@ -15,7 +15,15 @@ from penstock.types.idle_keys import refuse_idle
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _in_range(value: float | None, info: ValidationInfo) -> float | None:
+    """The value of a sampling parameter, which the field is called after."""
+    field = SAMPLING_FIELDS[info.field_name or ""]
+    if not field.allows(value):
+        raise PydanticCustomError("sampling_range", "Input should be {expected}", {"expected": field.expected})
+    return value
 
 
 class EnvironmentConfig(_Frozen):
@@ -72,11 +80,8 @@ class SamplingParams(_Frozen):
 
     @field_validator(*SAMPLING_FIELDS)
     @classmethod
-    def _in_range(cls, value: float | None, info: ValidationInfo) -> float | None:
-        field = SAMPLING_FIELDS[info.field_name or ""]
-        if not field.allows(value):
-            raise PydanticCustomError("sampling_range", "Input should be {expected}", {"expected": field.expected})
-        return value
+    def _can_sample(cls, value: float | None, info: ValidationInfo) -> float | None:
+        return _in_range(value, info)
 
     @field_validator("stop_tokens")
     @classmethod
@@ -143,7 +148,7 @@ class LessonConfig(_Frozen):
     plateau_window: int = Field(default=50, ge=3)
     plateau_threshold: float = Field(default=0.01, gt=0)
     require_plateau: bool = True
-    success_threshold: float = Field(default=0.5, allow_inf_nan=False)
+    success_threshold: float = 0.5
     regression_ratio: float = Field(default=0.85, ge=0, le=1)
     sampling_params: SamplingParams = SamplingParams()
     order: Literal["shuffle", "sequential", "iid"] = "shuffle"
@@ -188,6 +193,11 @@ class CurriculumConfig(_Frozen):
     micro_eval_n_examples: int = Field(default=4, ge=1)
     micro_eval_lessons: Literal["all", "sampled"] = "all"
     temperature: float = Field(default=1.0, ge=0)
+
+    @field_validator("temperature")
+    @classmethod
+    def _can_sample(cls, value: float, info: ValidationInfo) -> float | None:
+        return _in_range(value, info)
 
     @model_validator(mode="before")
     @classmethod

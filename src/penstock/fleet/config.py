@@ -15,7 +15,7 @@ class SimulatorConfig(BaseModel):
         share: Its part of all simulators, relative to the other tasks'.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     id: str
     kwargs: dict[str, Any] = {}
@@ -38,7 +38,7 @@ class SimulatorLimits(BaseModel):
         max_failures_in_row: So do so many failures in a row, none of whose lives answered an action; None: no limit.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     spawn_timeout_s: float = Field(default=120.0, gt=0)
     reset_timeout_s: float = Field(default=60.0, gt=0)
@@ -61,7 +61,7 @@ class VideoConfig(BaseModel):
         most_frames: A film ends after so many.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     every_episodes: int = Field(default=0, ge=0)
     fps: int = Field(default=30, ge=1)
@@ -98,7 +98,7 @@ class FleetConfig(BaseModel):
         discount: Of the episode statistics' discounted return.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     tasks: dict[str, SimulatorConfig] = Field(min_length=1)
     workers: int = Field(default=1, ge=1)

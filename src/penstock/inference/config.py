@@ -64,7 +64,7 @@ class EngineConfig(BaseModel):
             `RolloutManager.from_configs` have it in any case.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     section: ClassVar[str] = "inference"
     all_rows_at_first: ClassVar[bool] = False
@@ -163,7 +163,7 @@ class ExternalConfig(BaseModel):
         start_timeout_s: Longest time that a server that is launched takes until it answers.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     urls: tuple[str, ...] = ()
     launch: tuple[str, ...] = ()
@@ -319,7 +319,7 @@ class ServeConfig(BaseModel):
         engine: The engine behind it.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)

@@ -48,7 +48,7 @@ class OverseerConfig(BaseModel):
         private: Nobody but the user can open the run directory; else who can is what the umask leaves.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     no_progress_s: float = Field(default=300.0, gt=0)
     status_s: float = Field(default=2.0, gt=0)
@@ -122,7 +122,7 @@ class RoleConfig(BaseModel):
         spread: Place them on as many machines as possible, not on as few.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     num_cpus: float = Field(default=0.0, ge=0)
     num_gpus: float = Field(default=0.0, ge=0)
@@ -146,7 +146,7 @@ class RayConfig(BaseModel):
         runtime_env: Ray's own, for user code: ``{"working_dir": ".", "pip": […], "env_vars": {…}}``.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     address: str | None = None
     namespace: str | None = None
@@ -177,10 +177,10 @@ class RunConfig(BaseModel):
         weights: How new weights reach the inference servers.
         ray: The cluster.
         roles: Resources by role: learner, replay, curriculum, inference, rollout, evaluator.
-        versions: Of the packages that made the run; written to its config.yaml, never read.
+        versions: Of the packages that made the run, as its config.yaml records them; nothing goes by it.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
     seed: int = Field(default=0, ge=0)
     steps: int = Field(ge=0)

@@ -33,7 +33,7 @@ class FleetEvaluationConfig(BaseModel):
         before: Evaluate the untrained policy, too.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     every: int = Field(default=0, ge=0)
     episodes: int = Field(default=32, ge=1)
@@ -59,10 +59,10 @@ class FleetRunConfig(BaseModel):
         weights: How new weights reach workers in other processes.
         ray: The cluster.
         roles: Resources by role: learner, replay, rollout, evaluator.
-        versions: Of the packages that made the run; written to its config.yaml, never read.
+        versions: Of the packages that made the run, as its config.yaml records them; nothing goes by it.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     seed: int = Field(default=0, ge=0)
     steps: int = Field(ge=0)

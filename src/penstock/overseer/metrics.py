@@ -105,8 +105,8 @@ def _why_it_waits(idle: Mapping[str, float], gauges: Mapping[str, float], local:
 
 
 MEANS = frozenset({"inference/kv_used", "inference/proven_bytewise"})
-LARGEST = ("_s", "/lag", "_lag", "mib_per_s")
-"""Names with these endings are times and the like: the slowest component's counts."""
+LARGEST = ("_s", "/lag", "_lag", "mib_per_s", "inference_client/servers")
+"""Names with these endings are times and the like: the slowest component's counts. Servers each client knows alike."""
 LAG = "weights/lag"
 """Of each component, under its name, beside the largest."""
 

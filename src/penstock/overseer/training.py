@@ -342,6 +342,8 @@ def _note_missing(directory: RunDirectory, config: "RunConfig | FleetRunConfig",
         folder: "what was trained stays trained, but can no longer be looked at; what waited is generated anew",
         "batches": "which rollouts made which update can no longer be looked at",
     }
+    if isinstance(config, RunConfig) and config.replay.from_rollouts is not None:
+        del lost[folder]  # they are another run's
     for name, reason in lost.items():
         path = directory.path / name
         if next(path.glob("*.parquet"), None) is None:

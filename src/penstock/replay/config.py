@@ -34,7 +34,7 @@ class StoreConfig(BaseModel):
             then a resume cannot bring back those that had not been trained.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     url: str | None = None
     buffer_size: int | None = Field(default=None, ge=1)
@@ -81,7 +81,7 @@ class Tolerance(BaseModel):
         max_rollout_timestamp_delay: In seconds; negative means never; None means the buffer's.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_rollout_step_delay: int | None = Field(default=None, ge=0)
     max_rollout_timestamp_delay: float | None = None
@@ -117,7 +117,7 @@ class ReplayBufferConfig(BaseModel):
         store: Files.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     groups_per_batch: int = Field(default=8, ge=1)
     staleness_budget: int = Field(default=1, ge=0)
@@ -262,7 +262,7 @@ class FragmentReplayConfig(BaseModel):
         store: Files.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     fragments_per_batch: int = Field(default=16, ge=1)
     order: Literal["oldest", "newest"] = "oldest"

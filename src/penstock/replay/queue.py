@@ -41,7 +41,7 @@ class RolloutStorageConfig(BaseModel):
         poll_s: How often a folder is looked into; what the same process wrote is seen at once.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind: Literal["memory", "file"] = "memory"
     capacity_groups: int = Field(default=64, ge=1)

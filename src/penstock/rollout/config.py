@@ -22,7 +22,7 @@ class RolloutConfig(BaseModel):
         storage: Where finished groups wait for the learner.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     workers: Annotated[int, Field(ge=1)] | dict[str, Annotated[int, Field(ge=1)]] = 1
     max_concurrent_groups: int | None = Field(default=None, ge=1)

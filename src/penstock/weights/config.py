@@ -40,7 +40,7 @@ class WeightsConfig(BaseModel):
         tls_ca: PEM file of the certificates that clients trust; None trusts those of the system.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     transport: Transport = "arrow_flight"
     encoding: Literal["full", "delta"] = "full"

@@ -77,6 +77,14 @@ def refused(recipe: str, override: str) -> str:
             "mask_truncated_completions=true",
             "mask_truncated_completions: did you mean replay.batch_maker.filter_overlong (mask or penalise)?",
         ),
+        (
+            "use_vllm=true", "use_vllm: did you mean inference.engine (vllm: servers of vLLM, driven by the run)?",
+        ),
+        ("resume=true", "resume: penstock train --resume RUN_DIR goes on; remove it"),
+        (
+            "early_stopping=true", "early_stopping: did you mean curriculum.when_complete (stop: once all lessons have "
+            "graduated; by a rule of your own, break out of penstock.updates)?",
+        ),
         ("device=cpu", "device: JAX_PLATFORMS=cpu in the environment keeps off GPUs; remove it"),
         ("weight_decay=0.1", "weight_decay: did you mean learner.optimizer.weight_decay?"),
     ],
@@ -98,6 +106,8 @@ def test_a_name_of_another_library_in_a_language_run(override, message):
         ("clip_range=0.1", "clip_range: did you mean learner.clip?"),
         ("n_epochs=3", "n_epochs: did you mean learner.epochs (how often experience is trained on)?"),
         ("normalize_input=true", "normalize_input: did you mean model.normalize_observations?"),
+        ("use_vllm=true", "use_vllm: there is no such key in this kind of run; remove it"),
+        ("num_workers=2", "num_workers: did you mean fleet.workers?"),
         ("num_generations=8", "num_generations: there is no such key in this kind of run; remove it"),
         (
             "replay.from_rollouts=runs/a",

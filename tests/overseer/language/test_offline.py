@@ -77,6 +77,8 @@ def test_a_run_on_a_run_s_rollouts_is_made_again_resumed_and_accounted_for(tmp_p
         ledger = status["ledger"]
         assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started") > 0
         assert ledger["waiting"] == 0 and status["from_rollouts"] == str(source)
+    events = {each["event"] for each in read_events(tmp_path / "resumed" / "events.jsonl")}
+    assert "resume" in events and "files_missing" not in events, "rollouts are the other run's"
     rows = [row for row in read_metrics(tmp_path / "straight" / "metrics.jsonl") if "train/loss" in row]
     assert len(rows) == 7
     assert all("train/staleness_kl" in row for row in rows if row["train/advantage_zero_fraction"] < 1)

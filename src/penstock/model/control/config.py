@@ -56,7 +56,7 @@ class ControlModelConfig(BaseModel):
         dtype: Of parameters and activations.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     module: str | None = None
     kwargs: dict[str, Any] = {}
