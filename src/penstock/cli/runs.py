@@ -94,9 +94,13 @@ def dashboard(
     Nothing is written into a run, and nothing of it executed. An index of its rollouts is kept in the user's cache.
     """
     if bundle is not None:
+        from rich.console import Console
+
         from penstock.dashboard import write_bundle
 
-        print(write_bundle(path, bundle, trust))
+        with Console(stderr=True).status("reading every group's tokens"):
+            told = write_bundle(path, bundle, trust)
+        print(told)
         return 0
     from functools import partial
 

@@ -390,7 +390,7 @@ def _rescored(run: ObservedRun, uses: Mapping[str, Sequence[BatchUse]]) -> tuple
     """By rollout, what was computed of the last update that trained it; and what of that cannot be read, in words."""
     found: dict[str, RescoredRollout] = {}
     try:
-        of_batch = {batch_id: read_rescored(run.directory, batch_id) for batch_id in _last_batches(uses).values()}
+        of_batch = {each: read_rescored(run.directory, each) for each in set(_last_batches(uses).values())}
     except (RunDirectoryError, OSError) as error:
         return {}, f"{error}: tokens have no ratio"
     for rollout_id, batch_id in _last_batches(uses).items():
