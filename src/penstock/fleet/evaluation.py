@@ -5,8 +5,8 @@ plays a fixed number of episodes, decided beforehand, and all of them are waited
 long they are; what it plays beyond is left out. An episode that was cut is counted, and the slot's next one stands for
 it.
 
-A task none of whose first `MOST_FAULTY` episodes is whole, since faults cut them, ends the evaluation with an error: its
-simulators live on, and it would play for ever.
+A task none of whose first `MOST_FAULTY` episodes is whole, since faults cut them, ends the evaluation with an error:
+its simulators live on, and it would play for ever.
 
 What remains of a slot that is given up goes to the others of its task at once, evenly, and without a look at how far
 they are: each counts so many more of its own first ones. Where a task has no slot left the evaluation ends with an
@@ -109,14 +109,15 @@ def evaluate_policy(
     while (owed := tally.owed) > 0:
         if clock() - began > timeout_s:
             raise NoProgressError(
-                f"{tally.wanted - owed} of {tally.wanted} episodes were over after {timeout_s:g} s{tally.faulty_in_words}; "
-                f"slots that owe some: {tally.slots_that_owe()[:8]}. A task whose episodes may never end needs "
-                "kwargs.max_episode_steps; else lower episodes"
+                f"{tally.wanted - owed} of {tally.wanted} episodes were over after {timeout_s:g} s"
+                f"{tally.faulty_in_words}; slots that owe some: {tally.slots_that_owe()[:8]}. A task whose "
+                "episodes may never end needs kwargs.max_episode_steps; else lower episodes"
             )
         if clock() - began >= told_s:
             on_slow(
                 f"{tally.wanted - owed} of {tally.wanted} episodes of the evaluation are over after {told_s:g} s and "
-                f"{tally.steps:,} steps{tally.faulty_in_words}: a task whose episodes may never end needs kwargs.max_episode_steps"
+                f"{tally.steps:,} steps{tally.faulty_in_words}: a task whose episodes may never end needs "
+                "kwargs.max_episode_steps"
             )
             told_s *= 2
         worker.run_once(POLL_S)
@@ -195,9 +196,9 @@ class _Tally:
         self._faulty_first[episode.task] += 1
         if self._faulty_first[episode.task] >= MOST_FAULTY:
             raise RunFailed(
-                f"task {episode.task!r}: faults cut its first {MOST_FAULTY} episodes, so that none could be counted: mend "
-                "its simulator, which raises or dies, sets info['error'], or gives a reward or an observation that "
-                "cannot be used (the failures that were told say which)"
+                f"task {episode.task!r}: faults cut its first {MOST_FAULTY} episodes, so that none could be counted: "
+                "mend its simulator, which raises or dies, sets info['error'], or gives a reward or an observation "
+                "that cannot be used (the failures that were told say which)"
             )
 
     def slots_that_owe(self) -> list[int]:

@@ -125,7 +125,7 @@ class PpoConfig(FrozenConfig, frozen=True):
 
     discount: float = Field(default=0.99, ge=0, le=1)
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    reward_scale: Annotated[float, Field(gt=0)] | Literal["auto"] = 1.0
+    reward_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["auto"] = 1.0
     clip: float = Field(default=0.2, gt=0, lt=1)
     dual_clip: float | None = Field(default=None, gt=1)
     value_clip: float | None = Field(default=None, gt=0)

@@ -30,6 +30,15 @@ def name_of_object(given: Any) -> str:
     return f"{OBJECT}{named.__module__}.{named.__qualname__}"
 
 
+def as_path(given: Any) -> str:
+    """``", as 'my_package.worlds:Maze'"``, where a class or function stands for its path; else nothing."""
+    name = getattr(given, "__qualname__", None)
+    if not callable(given) or name is None:
+        return ""
+    place = "path/to/file.py" if given.__module__ == "__main__" else given.__module__
+    return f", as '{place}:{name}'"
+
+
 def load_attribute(path: str, field: str) -> Any:
     """Imports what a dotted path, or ``path/to/file.py:name``, stands for.
 

@@ -1,5 +1,6 @@
 """A network of one's own: what it may be built of, that both sides see one policy, and what is said of a wrong one."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -249,6 +250,8 @@ def test_a_folder_gives_it_back_to_whoever_names_the_code(tmp_path, draw):
         CheckpointError, match=r"does not fit what '.*:Assembled' makes: .*unexpected keyword .*'width'"
     ):
         load_control_policy(tmp_path, HERE + "Assembled")
+    with pytest.raises(ConfigError, match=f"module is .*Cell'>: it must be text, as '{HERE}Cell'"):
+        inspect.unwrap(load_control_policy)(tmp_path, Cell)  # types are checked in tests alone
 
 
 @pytest.mark.attack

@@ -19,6 +19,7 @@ from penstock.model.control.policy import ControlPolicy, make_control_policy, na
 from penstock.model.json_files import read_json
 from penstock.model.tensor_files import WEIGHTS_FILE, open_tensors
 from penstock.types import CheckpointError, ConfigError, SchemaVersionError, Spaces, WeightsError
+from penstock.types.importing import as_path
 
 CONTROL_SCHEMA_VERSION = 1
 """Version of the folder's form."""
@@ -81,6 +82,7 @@ def load_control_policy(folder: str | Path, module: str | None = None) -> Contro
         CheckpointError: a file is missing or broken, is no control policy, or its arrays do not fit; or its network is
             one's own, and `module` is None.
         SchemaVersionError: a newer Penstock wrote it.
+        ConfigError: `module` is no text.
     """
     folder = control_model_directory(folder)
     config, spaces = read_control_form(folder)
@@ -91,6 +93,8 @@ def load_control_policy(folder: str | Path, module: str | None = None) -> Contro
                 "because a checkpoint names it: name it yourself, as model.module of a recipe (--recipe), or by "
                 "load_control_policy(…, module=…)"
             )
+        if not isinstance(module, str):
+            raise ConfigError(f"module is {module!r}: it must be text{as_path(module)}")
         config = config.model_copy(update={"module": module})
     try:
         policy = make_control_policy(config, spaces, seed=0)

@@ -540,11 +540,17 @@ def make_control_policy(config: ControlModelConfig, spaces: Spaces, seed: int) -
         seed: The run's; the same seed gives the same weights.
 
     Raises:
-        ConfigError: the network does not fit the spaces, or no device holds one of their arrays exactly; the message
-            names the leaf and the remedy; or one's own cannot be made, or gives what is not a policy's.
+        ConfigError: the network does not fit the spaces, one of whose arrays may be empty, or what no device holds
+            exactly; the message names the leaf and the remedy; or one's own cannot be made, or gives what is not a
+            policy's.
     """
     for leaf in (*spaces.observations, *spaces.actions):
         _ = leaf.device_dtype  # it raises here, before anything is learned
+        if 0 in leaf.shape:
+            raise ConfigError(
+                f"{leaf.kind} {leaf.name!r} has shape {list(leaf.shape)}, which holds no number: wrap the simulator so "
+                "that its spaces leave it out"
+            )
     known = ObservationStatistics.of_none(config, spaces.observations) if config.normalize_observations else None
     if config.module is not None:
         return OwnPolicy.draw(known, config, spaces, fold(seed, "model") % 2**31)
