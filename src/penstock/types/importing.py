@@ -5,10 +5,13 @@ begins with it.
 """
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -37,6 +40,15 @@ def as_path(given: Any) -> str:
         return ""
     place = "path/to/file.py" if given.__module__ == "__main__" else given.__module__
     return f", as '{place}:{name}'"
+
+
+def code_digest(cls: type, rest: str) -> str:
+    """SHA-256 of the file that defines a class, as it is now, and of `rest`, where no address in memory counts."""
+    try:
+        code = Path(inspect.getsourcefile(cls) or "").read_bytes()
+    except (OSError, TypeError):  # a class that no file defines
+        code = b""
+    return hashlib.sha256(code + re.sub(r" at 0x[0-9a-f]+", "", rest).encode()).hexdigest()
 
 
 def load_attribute(path: str, field: str) -> Any:

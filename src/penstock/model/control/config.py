@@ -4,6 +4,7 @@ The spaces are not in here: the simulators give them, and `make_control_policy` 
 action masks, mixed precision.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
@@ -88,6 +89,20 @@ class ControlModelConfig(BaseModel):
     def __hash__(self) -> int:
         """Without `kwargs`, which may hold lists."""
         return hash(tuple(value for name, value in self if name != "kwargs"))
+
+    def moved(self, module: str, kwargs: Mapping[str, Any]) -> "ControlModelConfig":
+        """The same network, where code and files lie elsewhere now, which is nothing that was trained.
+
+        Args:
+            module: Where its code lies.
+            kwargs: Of these only texts called ``path`` or ``…_path`` are taken, in the place of its own.
+        """
+        places = {
+            name: kwargs[name]
+            for name, value in self.kwargs.items()
+            if (name == "path" or name.endswith("_path")) and isinstance(value, str) and name in kwargs
+        }
+        return self.model_copy(update={"module": module, "kwargs": {**self.kwargs, **places}})
 
     @model_validator(mode="after")
     def _one_network(self) -> "ControlModelConfig":

@@ -172,7 +172,7 @@ def evaluate_fleet(
     """
     config = _chosen(config, tasks)
     model_dir = control_model_directory(checkpoint)
-    policy = load_control_policy(model_dir, config.model.module)
+    policy = load_control_policy(model_dir, config.model.module, config.model.kwargs)
     if video_dir is not None:
         for task in config.fleet.tasks:
             film_path(video_dir, task)  # sees that it can be written
