@@ -131,8 +131,11 @@ class ReferencePolicy:
 
 
 def _check_fits(reference: ControlPolicy, policy: ControlPolicy, folder: str) -> None:
-    if reference.spaces != policy.spaces:
-        raise ConfigError(f"learner.reference_kl.reference: {folder} is a policy for other spaces; name another folder")
+    if not reference.spaces.same_form(policy.spaces):
+        raise ConfigError(
+            f"learner.reference_kl.reference: {folder} is a policy for other spaces than the learner's "
+            f"({policy.spaces.differences(reference.spaces)}); name another folder"
+        )
     states = [jax.tree.map(lambda array: array.shape, each.initial_state(1)) for each in (reference, policy)]
     if states[0] != states[1]:
         raise ConfigError(

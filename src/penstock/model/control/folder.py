@@ -118,8 +118,8 @@ def _tell_of_other_code(folder: Path, policy: ControlPolicy) -> None:
     known = read_json(folder / "config.json").get("code")
     if isinstance(policy, OwnPolicy) and known is not None and known != policy.code:
         logging.getLogger(__name__).warning(
-            "%s: what %r makes has changed since then (its file, or a number or function in it): the arrays fit, and "
-            "are the policy that was trained only if it still computes the same", folder, policy.config.module
+            "%s: what %r makes has changed since this was written (its file, or a number or function in it): the "
+            "arrays fit, and are the policy that was trained only if it still computes the same", folder, policy.config.module
         )  # fmt: skip
 
 
