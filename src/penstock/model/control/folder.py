@@ -119,8 +119,10 @@ def _tell_of_other_code(folder: Path, policy: ControlPolicy) -> None:
     if isinstance(policy, OwnPolicy) and known is not None and known != policy.code:
         logging.getLogger(__name__).warning(
             "%s: what %r makes has changed since this was written (its file, or a number or function in it): the "
-            "arrays fit, and are the policy that was trained only if it still computes the same", folder, policy.config.module
-        )  # fmt: skip
+            "arrays fit, and are the policy that was trained only if it still computes the same",
+            folder,
+            policy.config.module,
+        )
 
 
 def read_control_form(folder: str | Path) -> tuple[ControlModelConfig, Spaces]:
