@@ -306,7 +306,8 @@ class Camera:
             self._area.put(label, picture)
         except Exception as error:  # drawing is the simulator's own code, and no reason to end it
             self._row = None
-            self._area.fail("".join(traceback.format_exception_only(error)).strip())
+            told = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            self._area.fail(told.strip())
 
     def _picture(self, row: int, label: FrameLabel) -> Any:
         env = self._simulators[row].env
