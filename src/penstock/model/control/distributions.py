@@ -14,7 +14,6 @@ from typing import Any, Protocol, runtime_checkable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
 IMPOSSIBLE = -1e30
@@ -91,9 +90,9 @@ class Categorical(LeafDistribution):
         return cls(jax.nn.log_softmax(logits.astype(jnp.float32)), rank)
 
     @property
-    def is_normalised(self) -> bool:
-        """Whether `logprobs` are of probabilities that add up to 1; true of NaN, which says nothing."""
-        return not np.any(np.abs(jax.nn.logsumexp(self.logprobs, axis=-1)) > 1e-3)
+    def log_total(self) -> Float[Array, "*batch"]:
+        """Logarithm of what each element's probabilities add up to: 0, where they are some."""
+        return jax.nn.logsumexp(self.logprobs, axis=-1)
 
     def sample(self, key: PRNGKeyArray) -> Num[Array, "*action"]:
         """int32."""

@@ -390,12 +390,18 @@ class OwnPolicy(ControlPolicy):
     def _check_scores(self) -> None:
         """Scores that are no log-probabilities look like them by shape, and would train to something else."""
         seen = self._normalised({leaf.name: _blank(leaf, (1,)) for leaf in self.spaces.observations})
-        distribution = self._step(seen, self.initial_state(1), jnp.ones(1, bool))[0]
-        for own in distribution.leaves if isinstance(distribution, Distribution) else ():
-            if isinstance(own, Categorical) and not own.is_normalised:
-                raise _refused(
-                    self.config, "a Categorical's probabilities do not add up to 1: make it by Categorical.of"
-                )
+
+        def totals(network: Any) -> list[Array]:
+            own = replace(self, network=network)
+            given = own._step(seen, own.initial_state(1), jnp.ones(1, bool))[0]
+            return [leaf.log_total for leaf in getattr(given, "leaves", ()) if isinstance(leaf, Categorical)]
+
+        try:
+            found = jax.jit(totals)(self.network)
+        except Exception:  # zeros may be nothing that it is ever shown
+            return
+        if any(np.any(np.abs(total) > 1e-3) for total in found):
+            raise _refused(self.config, "a Categorical's probabilities do not add up to 1: make it by Categorical.of")
 
     def _checked_state(self, batch: int) -> dict[str, Array]:
         state = _asked(self.config, "initial_state", lambda: self.initial_state(batch))
@@ -555,17 +561,14 @@ def make_control_policy(config: ControlModelConfig, spaces: Spaces, seed: int) -
         seed: The run's; the same seed gives the same weights.
 
     Raises:
-        ConfigError: the network does not fit the spaces, one of whose arrays may be empty, or what no device holds
-            exactly; the message names the leaf and the remedy; or one's own cannot be made, or gives what is not a
-            policy's.
+        ConfigError: the network does not fit the spaces, or one of their arrays is empty or held by no device; the
+            message names the leaf and the remedy; or one's own cannot be made, or gives what is not a policy's.
     """
     for leaf in (*spaces.observations, *spaces.actions):
         _ = leaf.device_dtype  # it raises here, before anything is learned
         if 0 in leaf.shape:
-            raise ConfigError(
-                f"{leaf.kind} {leaf.name!r} has shape {list(leaf.shape)}, which holds no number: wrap the simulator so "
-                "that its spaces leave it out"
-            )
+            shape = f"{leaf.kind} {leaf.name!r} has shape {list(leaf.shape)}, which holds no number"
+            raise ConfigError(f"{shape}: wrap the simulator so that its spaces leave it out")
     known = ObservationStatistics.of_none(config, spaces.observations) if config.normalize_observations else None
     if config.module is not None:
         return OwnPolicy.draw(known, config, spaces, fold(seed, "model") % 2**31)
