@@ -100,7 +100,9 @@ class ControlModelConfig(BaseModel):
         places = {
             name: kwargs[name]
             for name, value in self.kwargs.items()
-            if (name == "path" or name.endswith("_path")) and isinstance(value, str) and name in kwargs
+            if (name == "path" or name.endswith("_path"))
+            and isinstance(value, str)
+            and isinstance(kwargs.get(name), str)
         }
         return self.model_copy(update={"module": module, "kwargs": {**self.kwargs, **places}})
 
