@@ -20,8 +20,8 @@ ImageLayout = Literal["auto", "channels_last", "channels_first"]
 class ControlModelConfig(BaseModel):
     """The network between observations and actions: an encoder per observation, memory, and heads.
 
-    Observations that are no images go, side by side, through an MLP of `hidden_sizes`. An image is a box of two or
-    three axes with both sides at least 16.
+    Observations that are no images go, side by side, through an MLP of `hidden_sizes`. An image is a box of
+    three axes, or of two where it is of uint8, with both sides at least 16.
 
     Attributes:
         module: A network of one's own, ``package.module:name`` or ``path/to/file.py:name``: called with the spaces, a
