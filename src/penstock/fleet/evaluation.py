@@ -71,6 +71,7 @@ def evaluate_policy(
     timeout_s: float = 3600.0,
     on_batch: Sequence[Callable[[StepBatch], None]] = (),
     on_slow: Callable[[str], None] = lambda words: None,
+    check: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> PolicyEvaluation:
     """Plays `episodes` episodes of each task on a started pool that has not acted yet, and leaves it open.
@@ -86,6 +87,7 @@ def evaluate_policy(
         timeout_s: For all of it.
         on_batch: Further progress handlers.
         on_slow: Told how far it is after `SLOW_S` seconds, and each time that twice as many are over.
+        check: Called a few times a second, also while no simulator answers; what it raises ends the evaluation.
         clock: Monotonic seconds.
 
     Raises:
@@ -107,6 +109,7 @@ def evaluate_policy(
     worker = RolloutWorker(pool, runner, config, take)
     began = clock()
     while (owed := tally.owed) > 0:
+        check()
         if clock() - began > timeout_s:
             raise NoProgressError(
                 f"{tally.wanted - owed} of {tally.wanted} episodes were over after {timeout_s:g} s"
