@@ -2,8 +2,10 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from penstock.fleet.config import FleetConfig, assign_tasks
 
@@ -20,6 +22,11 @@ def test_processes_go_by_share_and_are_mixed():
 
 def test_a_small_share_gets_a_process_all_the_same():
     assert Counter(assign_tasks(_config({"a": 1000.0, "b": 1.0}))) == {"a": 7, "b": 1}
+
+
+def test_a_share_without_end_is_refused():
+    with pytest.raises(ValidationError, match="share"):
+        _config({"a": float("inf"), "b": 1.0})
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.floats(0.1, 10.0), min_size=1), st.integers(1, 4), st.integers(1, 9))

@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 
+import gymnasium.spaces as gym
 import numpy as np
 import pytest
 from tests.fleet.toys import Counter
@@ -54,7 +55,8 @@ class _Talker:
     def ready(self, rows=1, parts=1):
         packet, fds, _, _ = socket.recv_fds(self.channel, 1 << 16, 1)
         assert packet[:1] == READY
-        self.block = SharedBlock(fds[0], Spaces.from_values(json.loads(packet[1:])["spaces"]), rows)
+        self.spaces = Spaces.from_values(json.loads(packet[1:])["spaces"])
+        self.block = SharedBlock(fds[0], self.spaces, rows)
         os.close(fds[0])
         assert [self.channel.recv(99) for _ in range(parts)] == [ARRIVED + bytes([part]) for part in range(parts)]
         return self.block
@@ -187,3 +189,26 @@ def test_long_tracebacks_fit_a_packet():
     failure = SimulatorFailure("stepping", 0, "E", "m" * 99999, "t" * 99999 + "end", "simulator")
     packet = failure.packet()
     assert len(packet) < 1 << 16 and SimulatorFailure.from_packet(packet).traceback.endswith("end")
+
+
+def _differing(*spaces):
+    """Makes simulators that observe in one of these spaces after the other."""
+    left = list(spaces)
+
+    def make():
+        env = Counter()
+        env.observation_space = left.pop(0)
+        return env
+
+    return make
+
+
+def test_simulators_of_a_process_may_have_other_bounds_and_no_other_arrays(talk):
+    near, far = (gym.Box(-1, high, (3,), np.int64) for high in (2**30, 2**31 - 1))
+    talker = talk(make=_differing(near, far), rows=2)
+    talker.ready(rows=2)
+    (leaf,) = talker.spaces.observations
+    assert (leaf.low, leaf.high) == (-1.0, 2**31 - 1), "by the widest a device knows how to hold them"
+    other = talk(make=_differing(near, gym.Box(-1, 9, (4,), np.int64)), rows=2)
+    failure = SimulatorFailure.from_packet(other.channel.recv(1 << 16))
+    assert "the simulator of slot 1 has other spaces than the first: all that" in failure.message

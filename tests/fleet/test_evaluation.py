@@ -8,7 +8,7 @@ import pytest
 from tests.fleet.fake_pool import FakePool, FakeRunner, Script
 
 from penstock.fleet.config import FleetConfig, SimulatorConfig
-from penstock.fleet.evaluation import evaluate_policy
+from penstock.fleet.evaluation import MOST_FAULTY, evaluate_policy
 from penstock.types import ConfigError, NoProgressError, RunFailed
 
 CONFIG = FleetConfig(tasks={"fake": SimulatorConfig(id="Fake-v0")}, envs_per_worker=4, max_wait_ms=1)
@@ -133,6 +133,21 @@ def test_episodes_that_do_not_end_are_named():
     late = r"3 of 4 episodes were over after 0.1 s; slots that owe some: \[2\]. .* needs kwargs.max_episode_steps"
     with pytest.raises(NoProgressError, match=late):
         evaluate(script, 4, timeout_s=0.1)
+
+
+def test_a_task_of_which_faults_cut_every_episode_ends_it_and_is_named():
+    pool = FakePool(2, script=Script(faults=lambda slot, episode, step: slot == 1), tasks=("a", "b"))
+    pool.start(1)
+    with pytest.raises(RunFailed, match=f"task 'b': faults cut its first {MOST_FAULTY} episodes.* mend its simulator"):
+        evaluate_policy(pool, FakeRunner(2), 4, CONFIG, timeout_s=30)
+
+
+def test_faults_that_leave_some_episode_whole_end_nothing_and_are_told():
+    faults = lambda slot, episode, step: slot == 1 and 0 < episode < 2 * MOST_FAULTY  # noqa: E731
+    _, played = evaluate(Script(faults=faults), 8, timeout_s=30)
+    assert played.slots.tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and played.faulty_episodes == 2 * MOST_FAULTY - 1
+    with pytest.raises(NoProgressError, match=r"7 of 8 episodes .* 0.5 s \(\d+ more were cut by faults\); "):
+        evaluate(Script(faults=lambda slot, episode, step: slot == 1 and episode > 0), 8, timeout_s=0.5)
 
 
 def test_no_episodes_are_refused():

@@ -52,6 +52,16 @@ def test_pictures_of_other_channels_become_three(sides, shape):
     assert picture.shape == (3, 5, 3) and (picture == 9).all()
 
 
+def test_pictures_of_other_numbers_are_none_but_those_that_are_bytes(sides):
+    mine, other, _ = sides
+    mine.put(FrameLabel.FIRST, np.full((3, 5, 3), 200, np.int64))
+    picture = other.take().picture
+    assert picture.dtype == np.uint8 and (picture == 200).all()
+    for wrong in (np.full((3, 5, 3), 0.5), np.full((3, 5, 3), 256), np.full((3, 5), -1)):
+        with pytest.raises(ValueError, match=f"a picture is {wrong.dtype}: it must be uint8, of 0 to 255"):
+            mine.put(FrameLabel.FIRST, wrong)
+
+
 def test_a_picture_that_is_too_large_is_thinned_out(sides):
     mine, other, _ = sides
     large = np.zeros((2160, 3840, 3), np.uint8)

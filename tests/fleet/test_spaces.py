@@ -71,7 +71,8 @@ def test_leaves_are_named_by_their_path_and_count_from_zero():
         {
             "image": gym.Box(0, 255, (4, 4, 3), np.uint8),
             "both": gym.Tuple((gym.Discrete(3, start=-1), gym.MultiDiscrete([2, 5], start=[7, 7]))),
-            "speed": gym.Box(np.array([0.0, 1.0]), np.array([2.0, 2.0]), dtype=np.float64),
+            "speed": gym.Box(np.array([0.0, 1.0]), np.array([2.0, 3.0]), dtype=np.float64),
+            "place": gym.Box(np.array([0.0, 1.0]), np.array([np.inf, 3.0]), dtype=np.float64),
             "said": gym.Text(5),
             "lamps": gym.MultiBinary(4),
         }
@@ -80,7 +81,8 @@ def test_leaves_are_named_by_their_path_and_count_from_zero():
         LeafSpace("image", "box", (4, 4, 3), "uint8", low=0.0, high=255.0),
         LeafSpace("both.0", "discrete", (), "int64", n=(3,), start=-1),
         LeafSpace("both.1", "multi_discrete", (2,), "int64", n=(2, 5), start=7),
-        LeafSpace("speed", "box", (2,), "float64", low=None, high=2.0),
+        LeafSpace("speed", "box", (2,), "float64", low=0.0, high=3.0),
+        LeafSpace("place", "box", (2,), "float64", low=0.0, high=None),
         LeafSpace("said", "text", (5,), "int32"),
         LeafSpace("lamps", "multi_binary", (4,), "int8"),
     }

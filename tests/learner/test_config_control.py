@@ -35,6 +35,7 @@ def test_one_setting_of_the_optimiser_leaves_the_others_ppos():
         ({"value_warmup_updates": 3, "value_coefficient": 0}, "raise value_coefficient"),
         ({"value_warmup_updates": 3, "value_arrays": []}, "name the value head's arrays"),
         ({"dual_clip": 0.5}, "dual_clip"),
+        ({"reward_scale": float("inf")}, "reward_scale"),
         ({"clip": 0}, "clip"),
         ({"entropy_bonus": 1}, "entropy_bonus"),
     ],

@@ -19,8 +19,22 @@ from penstock.learner import (
 from penstock.learner.control_learner import ReferencePolicy
 from penstock.learner.control_losses import StepChain, VTraceClips, gae, vtrace
 from penstock.learner.control_step import preparer
-from penstock.model.control import ControlPolicy, load_control_policy, named_arrays, save_control_policy
-from penstock.types import CheckpointError, ConfigError, MismatchError, NonFiniteError, SampleFragment, WeightsError
+from penstock.model.control import (
+    ControlPolicy,
+    load_control_policy,
+    make_control_policy,
+    named_arrays,
+    save_control_policy,
+)
+from penstock.types import (
+    CheckpointError,
+    ConfigError,
+    MismatchError,
+    NonFiniteError,
+    SampleFragment,
+    Spaces,
+    WeightsError,
+)
 
 FAST = ControlOptimizerConfig(learning_rate=1e-2)
 SMALL = PpoConfig(epochs=2, minibatches=2, optimizer=FAST)
@@ -299,6 +313,24 @@ def test_a_reference_with_another_memory_is_refused(policy, tmp_path):
     config = SMALL.model_copy(update={"reference_kl": ReferenceKlConfig(reference=str(tmp_path))})
     with pytest.raises(ConfigError, match="recurrent state .*hidden"):
         ControlLearner(policy, config, 5)
+
+
+def test_a_reference_may_have_other_bounds_and_no_other_arrays(policy, tmp_path):
+    config = ReferenceKlConfig(reference=str(tmp_path))
+
+    def changed_leaf(**fields):
+        (seen,) = policy.spaces.observations
+        return Spaces((replace(seen, **fields),), policy.spaces.actions)
+
+    bounded = make_control_policy(policy.config, changed_leaf(low=-9.0, high=9.0), 5)
+    save_control_policy(tmp_path, bounded, bounded.config, bounded.spaces)
+    assert ReferencePolicy(config, policy).policy is not None
+    wider = make_control_policy(policy.config, changed_leaf(shape=(4,)), 5)
+    save_control_policy(tmp_path, wider, wider.config, wider.spaces)
+    with pytest.raises(
+        ConfigError, match=r"other spaces than the learner's \(observations '': .*\[3\].*policy's.*\[4\]"
+    ):
+        ReferencePolicy(config, policy)
 
 
 def test_what_is_not_finite_is_skipped_and_ends_the_run_when_it_stays(policy):

@@ -306,7 +306,8 @@ class Camera:
             self._area.put(label, picture)
         except Exception as error:  # drawing is the simulator's own code, and no reason to end it
             self._row = None
-            self._area.fail("".join(traceback.format_exception_only(error)).strip())
+            told = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            self._area.fail(told.strip())
 
     def _picture(self, row: int, label: FrameLabel) -> Any:
         env = self._simulators[row].env
@@ -415,15 +416,20 @@ class EnvWorker:
         for row in range(len(spec.slots)):
             self._simulators.append(SimulatorRow(spec, row, self._make))
         found = [spaces_of(one.env.observation_space, one.env.action_space) for one in self._simulators]
-        for slot, spaces in zip(spec.slots, found, strict=True):
-            if spaces != found[0]:
-                raise ConfigError(f"task {spec.task!r}: the simulator of slot {slot} has other spaces than the first")
-        fd = create_memory(block_bytes(found[0], len(spec.slots), spec.filmed))
+        spaces = found[0]
+        for slot, other in zip(spec.slots, found, strict=True):
+            if not spaces.same_form(other):
+                raise ConfigError(
+                    f"the simulator of slot {slot} has other spaces than the first: all that a task's id and kwargs "
+                    "make must have the same arrays"
+                )
+            spaces = spaces.widened(other)
+        fd = create_memory(block_bytes(spaces, len(spec.slots), spec.filmed))
         try:
-            self._block = block = SharedBlock(fd, found[0], len(spec.slots), spec.filmed)
+            self._block = block = SharedBlock(fd, spaces, len(spec.slots), spec.filmed)
             block.clock[SINCE] = time.monotonic()
             block.clock[PHASE] = SimulatorPhase.RESETTING
-            content = json.dumps({"spaces": found[0].to_values(), "filmed": spec.filmed}).encode()
+            content = json.dumps({"spaces": spaces.to_values(), "filmed": spec.filmed}).encode()
             socket.send_fds(self._channel, [READY + content], [fd])
         finally:
             os.close(fd)

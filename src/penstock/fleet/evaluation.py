@@ -5,6 +5,9 @@ plays a fixed number of episodes, decided beforehand, and all of them are waited
 long they are; what it plays beyond is left out. An episode that was cut is counted, and the slot's next one stands for
 it.
 
+A task none of whose first `MOST_FAULTY` episodes is whole, since faults cut them, ends the evaluation with an error:
+its simulators live on, and it would play for ever.
+
 What remains of a slot that is given up goes to the others of its task at once, evenly, and without a look at how far
 they are: each counts so many more of its own first ones. Where a task has no slot left the evaluation ends with an
 error.
@@ -27,6 +30,9 @@ from penstock.types import ConfigError, NoProgressError, RunFailed
 
 SLOW_S = 60.0
 """An evaluation that takes longer says how far it is."""
+
+MOST_FAULTY = 100
+"""Episodes of a task that faults may cut before the first whole one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +71,7 @@ def evaluate_policy(
     timeout_s: float = 3600.0,
     on_batch: Sequence[Callable[[StepBatch], None]] = (),
     on_slow: Callable[[str], None] = lambda words: None,
+    check: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> PolicyEvaluation:
     """Plays `episodes` episodes of each task on a started pool that has not acted yet, and leaves it open.
@@ -80,12 +87,14 @@ def evaluate_policy(
         timeout_s: For all of it.
         on_batch: Further progress handlers.
         on_slow: Told how far it is after `SLOW_S` seconds, and each time that twice as many are over.
+        check: Called a few times a second, also while no simulator answers; what it raises ends the evaluation.
         clock: Monotonic seconds.
 
     Raises:
         ConfigError: `episodes` is less than 1.
         NoProgressError: they were not over in time; says how many were.
-        RunFailed: every simulator of a task was given up before its episodes were over; names task and reason.
+        RunFailed: every simulator of a task was given up before its episodes were over; names task and reason. Or
+            faults cut the first `MOST_FAULTY` episodes of a task.
     """
     if episodes < 1:
         raise ConfigError(f"episodes = {episodes}: an evaluation plays at least one")
@@ -100,16 +109,18 @@ def evaluate_policy(
     worker = RolloutWorker(pool, runner, config, take)
     began = clock()
     while (owed := tally.owed) > 0:
+        check()
         if clock() - began > timeout_s:
             raise NoProgressError(
-                f"{tally.wanted - owed} of {tally.wanted} episodes were over after {timeout_s:g} s; slots that owe "
-                f"some: {tally.slots_that_owe()[:8]}. A task whose episodes may never end needs "
-                "kwargs.max_episode_steps; else lower episodes"
+                f"{tally.wanted - owed} of {tally.wanted} episodes were over after {timeout_s:g} s"
+                f"{tally.faulty_in_words}; slots that owe some: {tally.slots_that_owe()[:8]}. A task whose "
+                "episodes may never end needs kwargs.max_episode_steps; else lower episodes"
             )
         if clock() - began >= told_s:
             on_slow(
                 f"{tally.wanted - owed} of {tally.wanted} episodes of the evaluation are over after {told_s:g} s and "
-                f"{tally.steps:,} steps: a task whose episodes may never end needs kwargs.max_episode_steps"
+                f"{tally.steps:,} steps{tally.faulty_in_words}: a task whose episodes may never end needs "
+                "kwargs.max_episode_steps"
             )
             told_s *= 2
         worker.run_once(POLL_S)
@@ -139,6 +150,7 @@ class _Tally:
         self._played: list[list[Episode]] = [[] for _ in tasks]  # whole ones, also beyond the quota, which may grow
         self._given_up: set[int] = set()
         self._faulty = self._cut = self.steps = 0
+        self._faulty_first = dict.fromkeys(tasks, 0)  # of each task that has played no whole episode
         self.wanted = sum(self._quotas)
 
     @property
@@ -153,11 +165,13 @@ class _Tally:
         for episode in ended:
             played = self._played[episode.slot]
             if episode.whole:
+                self._faulty_first.pop(episode.task, None)
                 if len(played) < self._episodes:  # no slot is ever asked for more
                     played.append(episode)
             elif self._remaining(episode.slot):
                 self._faulty += episode.fault
                 self._cut += not episode.fault
+                self._note_faulty(episode)
 
     def give_over(self, given_up: Mapping[int, str]) -> None:
         """Shares what slots owe that are given up now among those of their task that are not."""
@@ -174,6 +188,21 @@ class _Tally:
                 )
             for _ in range(left):
                 self._quotas[min(heirs, key=lambda one: self._quotas[one])] += 1
+
+    @property
+    def faulty_in_words(self) -> str:
+        return f" ({self._faulty} more were cut by faults)" if self._faulty else ""
+
+    def _note_faulty(self, episode: Episode) -> None:
+        if not episode.fault or episode.task not in self._faulty_first:
+            return
+        self._faulty_first[episode.task] += 1
+        if self._faulty_first[episode.task] >= MOST_FAULTY:
+            raise RunFailed(
+                f"task {episode.task!r}: faults cut its first {MOST_FAULTY} episodes, so that none could be counted: "
+                "mend its simulator, which raises or dies, sets info['error'], or gives a reward or an observation "
+                "that cannot be used (the failures that were told say which)"
+            )
 
     def slots_that_owe(self) -> list[int]:
         return [slot for slot in range(len(self._tasks)) if self._remaining(slot)]

@@ -120,7 +120,11 @@ class FrameArea:
 
 def _coloured(picture: Any) -> np.ndarray:
     """In three channels, and small enough."""
-    pixels = np.asarray(picture, np.uint8)
+    pixels = np.asarray(picture)
+    if pixels.dtype != np.uint8:
+        if pixels.dtype.kind not in "biu" or (pixels.size and not 0 <= pixels.min() <= pixels.max() <= 255):
+            raise ValueError(f"a picture is {pixels.dtype}: it must be uint8, of 0 to 255")
+        pixels = pixels.astype(np.uint8)
     if pixels.ndim not in (2, 3) or not pixels.size:
         raise ValueError(f"a picture has shape {pixels.shape}: it must be [height, width] or [height, width, channels]")
     if pixels.ndim == 2 or pixels.shape[2] < 3:

@@ -12,7 +12,6 @@ subclass of `Space`): they are refused by name.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -120,15 +119,12 @@ def _joined(prefix: str, key: str) -> str:
 
 def _leaf(space: gym.Space[Any], name: str, side: str) -> LeafSpace:
     if isinstance(space, gym.Box):
-        low, high = (_common(bound) for bound in (space.low, space.high))
-        leaf = LeafSpace(name, "box", space.shape, np.dtype(space.dtype).name, low=low, high=high)
-        if leaf.is_wide and space.low.size:
-            return replace(leaf, low=float(space.low.min()), high=float(space.high.max()))
-        return leaf
+        low, high = _extreme(space.low, np.min), _extreme(space.high, np.max)
+        return LeafSpace(name, "box", space.shape, np.dtype(space.dtype).name, low=low, high=high)
     if isinstance(space, gym.Discrete):
         return LeafSpace(name, "discrete", (), "int64", n=(int(space.n),), start=int(space.start))
     if isinstance(space, gym.MultiDiscrete):
-        start = int(_common(space.start) or 0)
+        start = int(space.start.flat[0]) if space.start.size and (space.start == space.start.flat[0]).all() else 0
         choices = tuple(int(n) for n in space.nvec.ravel())
         return LeafSpace(name, "multi_discrete", space.nvec.shape, "int64", n=choices, start=start)
     if isinstance(space, gym.MultiBinary):
@@ -141,11 +137,9 @@ def _leaf(space: gym.Space[Any], name: str, side: str) -> LeafSpace:
     )
 
 
-def _common(bound: np.ndarray) -> float | None:
-    """The one finite value of all elements, if there is one."""
-    if bound.size == 0 or not np.isfinite(bound.flat[0]) or (bound != bound.flat[0]).any():
-        return None
-    return float(bound.flat[0])
+def _extreme(bound: np.ndarray, least_or_largest: Callable[[np.ndarray], Any]) -> float | None:
+    """Of all elements; None where one has no bound."""
+    return float(least_or_largest(bound)) if bound.size and np.isfinite(bound).all() else None
 
 
 # --- observations -----------------------------------------------------------------------------------------------------

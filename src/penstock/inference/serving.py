@@ -98,8 +98,8 @@ def model_directory(checkpoint: str) -> Path:
         )
     if not is_adapter(found) and b'"penstock.control_policy"' in (found / "config.json").read_bytes():
         raise CheckpointError(
-            f"{checkpoint!r} holds a control policy, which acts in simulators: give a language policy's checkpoint, or "
-            "a recipe with a fleet to penstock eval"
+            f"{checkpoint!r} holds a control policy, which acts in simulators: play it by penstock eval, or in your "
+            "own program (penstock.fleet.GymPolicy); or give a language policy's checkpoint"
         )
     return found
 

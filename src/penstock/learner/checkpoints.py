@@ -332,6 +332,7 @@ class Checkpoint:
         header: What ``state.json`` says of the policy: which kind it is, and its dtype.
         base: Directory of an adapter's base, in place of that which it names.
         module: What makes a control policy's network, where it is one's own; the checkpoint's word is not taken.
+        kwargs: Its arguments, which say where the files lie now that it reads.
     """
 
     path: Path
@@ -341,6 +342,7 @@ class Checkpoint:
     header: Mapping[str, str]
     base: str | None = None
     module: str | None = None
+    kwargs: Mapping[str, Any] | None = None
 
     @cached_property
     def decoder(self) -> "Decoder":
@@ -375,7 +377,7 @@ class Checkpoint:
         from penstock.model.control import load_control_policy
 
         try:
-            return load_control_policy(self.path / "model", self.module)
+            return load_control_policy(self.path / "model", self.module, self.kwargs)
         except _UNREADABLE as error:
             raise _cannot_be_read(self.path, error) from error
 
@@ -439,13 +441,16 @@ def save_checkpoint(
     return target
 
 
-def load_checkpoint(path: Path, base: str | None = None, module: str | None = None) -> Checkpoint:
+def load_checkpoint(
+    path: Path, base: str | None = None, module: str | None = None, kwargs: Mapping[str, Any] | None = None
+) -> Checkpoint:
     """Reads and verifies a checkpoint.
 
     Args:
         path: Its directory, `checkpoints/step-<n>` of a run.
         base: Directory of an adapter's base, where that has moved.
         module: What makes a control policy's network, where it is one's own (`load_control_policy`).
+        kwargs: Its arguments, for the places of files, likewise.
 
     Raises:
         CheckpointError: naming what is missing, damaged, or from a newer Penstock.
@@ -455,7 +460,7 @@ def load_checkpoint(path: Path, base: str | None = None, module: str | None = No
     try:
         arrays = safetensors.numpy.load_file(path / "learner.safetensors")
         header = _checked_header(state)
-        return Checkpoint(path, int(state["step"]), arrays, dict(state["states"]), header, base, module)
+        return Checkpoint(path, int(state["step"]), arrays, dict(state["states"]), header, base, module, kwargs)
     except _UNREADABLE as error:
         raise _cannot_be_read(path, error) from error
 

@@ -83,7 +83,7 @@ class ReferencePolicy:
         self._config = config
         self._policy = None if config is None else policy
         if config is not None and config.reference is not None:
-            self._policy = load_control_policy(Path(config.reference), policy.config.module)
+            self._policy = load_control_policy(Path(config.reference), policy.config.module, policy.config.kwargs)
             _check_fits(self._policy, policy, config.reference)
 
     @property
@@ -131,8 +131,11 @@ class ReferencePolicy:
 
 
 def _check_fits(reference: ControlPolicy, policy: ControlPolicy, folder: str) -> None:
-    if reference.spaces != policy.spaces:
-        raise ConfigError(f"learner.reference_kl.reference: {folder} is a policy for other spaces; name another folder")
+    if not reference.spaces.same_form(policy.spaces):
+        raise ConfigError(
+            f"learner.reference_kl.reference: {folder} is a policy for other spaces than the learner's "
+            f"({policy.spaces.differences(reference.spaces)}); name another folder"
+        )
     states = [jax.tree.map(lambda array: array.shape, each.initial_state(1)) for each in (reference, policy)]
     if states[0] != states[1]:
         raise ConfigError(
@@ -157,9 +160,9 @@ def check_fleet_mismatch(summary: Summary, limit: float, step: int) -> None:
             f"update {step}: learner and fleet disagree about log-probabilities of the same weights by up to "
             f"{float(summary.mismatch_max):.3g} (learner.mismatch_limit is {limit:g}); nothing was applied. Different "
             "weights, observations that were changed on the way, and recurrent state that was not the fragment's own "
-            "are usual causes, and, of a network of one's own, chance in `step` or in what is no array of it, or an "
-            "`unroll` that differs from `step`; a larger limit is right only where the two sides compute on different "
-            "hardware"
+            "are usual causes, and, of a network of one's own, chance in `step` or in what is no array of it, "
+            "rows of a batch that depend on one another, or an `unroll` that differs from `step`; a larger limit is "
+            "right only where the two sides compute on different hardware"
         )
 
 

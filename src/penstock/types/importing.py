@@ -5,10 +5,13 @@ begins with it.
 """
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -28,6 +31,24 @@ def name_of_object(given: Any) -> str:
     """``object:__main__.score``: what stands in a run's config where a function, class or instance was given."""
     named: Any = given if hasattr(given, "__qualname__") else cast(Any, type(given))
     return f"{OBJECT}{named.__module__}.{named.__qualname__}"
+
+
+def as_path(given: Any) -> str:
+    """``", as 'my_package.worlds:Maze'"``, where a class or function stands for its path; else nothing."""
+    name = getattr(given, "__qualname__", None)
+    if not callable(given) or name is None:
+        return ""
+    place = "path/to/file.py" if given.__module__ == "__main__" else given.__module__
+    return f", as '{place}:{name}'"
+
+
+def code_digest(cls: type, rest: str) -> str:
+    """SHA-256 of the file that defines a class, as it is now, and of `rest`, where no address in memory counts."""
+    try:
+        code = Path(inspect.getsourcefile(cls) or "").read_bytes()
+    except (OSError, TypeError):  # a class that no file defines
+        code = b""
+    return hashlib.sha256(code + re.sub(r" at 0x[0-9a-f]+", "", rest).encode()).hexdigest()
 
 
 def load_attribute(path: str, field: str) -> Any:

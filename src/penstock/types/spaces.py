@@ -44,8 +44,7 @@ class LeafSpace:
         shape: Of the array.
         dtype: NumPy's name of it.
         n: Number of choices: one for ``discrete``, one per element in C order for ``multi_discrete``; else empty.
-        low: Smallest value of a ``box``, where one holds for all elements; None: unbounded or different. Of 64-bit
-            integers the least of all elements.
+        low: Smallest value of a ``box``, the least of all elements; None: one of them is unbounded.
         high: Largest, likewise.
         start: First value of a ``discrete``, or of all of a ``multi_discrete``, as the simulator counts; arrays here
             begin at 0.

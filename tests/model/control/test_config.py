@@ -24,6 +24,8 @@ def test_the_defaults_are_a_small_mlp_without_memory():
         ({"network": "resnet"}, "network"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"sizes": 3}, "sizes"),
+        ({"policy_gain": float("inf")}, "policy_gain"),
+        ({"value_gain": float("inf")}, "value_gain"),
     ],
 )
 def test_what_does_not_fit_is_named(fields, message):

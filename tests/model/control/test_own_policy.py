@@ -1,5 +1,6 @@
 """A network of one's own: what it may be built of, that both sides see one policy, and what is said of a wrong one."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -249,6 +250,49 @@ def test_a_folder_gives_it_back_to_whoever_names_the_code(tmp_path, draw):
         CheckpointError, match=r"does not fit what '.*:Assembled' makes: .*unexpected keyword .*'width'"
     ):
         load_control_policy(tmp_path, HERE + "Assembled")
+    with pytest.raises(ConfigError, match=f"module is .*Cell'>: it must be text, as '{HERE}Cell'"):
+        inspect.unwrap(load_control_policy)(tmp_path, Cell)  # types are checked in tests alone
+
+
+FACTOR = 1.0
+
+
+class Pretrained(Cell):
+    def __init__(self, spaces, seed, weights_path, bias=0.0):
+        super().__init__(spaces, seed)
+        self.scale = float(np.load(weights_path)) * FACTOR
+
+
+def test_a_file_that_it_reads_may_move(tmp_path):
+    np.save(tmp_path / "old.npy", 0.5)
+    policy = own(HERE + "Pretrained", kwargs={"weights_path": f"{tmp_path}/old.npy", "bias": 1.0})
+    save_control_policy(tmp_path, policy, policy.config, SPACES)
+    (tmp_path / "old.npy").rename(tmp_path / "new.npy")
+    with pytest.raises(CheckpointError, match=r"FileNotFoundError: .*old.npy' \(model.kwargs says where it lies\)"):
+        load_control_policy(tmp_path, HERE + "Pretrained")
+    moved = {"weights_path": f"{tmp_path}/new.npy", "bias": 2.0, "more": 3}
+    loaded = load_control_policy(tmp_path, HERE + "Pretrained", moved)
+    assert loaded.config.kwargs == {"weights_path": f"{tmp_path}/new.npy", "bias": 1.0}, "places alone are taken"
+
+
+def test_what_computes_with_the_arrays_is_told_where_it_has_changed(tmp_path, caplog, monkeypatch):
+    np.save(tmp_path / "half.npy", 0.5)
+    policy = own(HERE + "Pretrained", kwargs={"weights_path": f"{tmp_path}/half.npy"})
+    save_control_policy(tmp_path / "number", policy, policy.config, SPACES)
+    (tmp_path / "nets.py").write_text(Path(EXAMPLE.partition(":")[0]).read_text())
+    towers = own(f"{tmp_path}/nets.py:Towers")
+    save_control_policy(tmp_path / "file", towers, towers.config, SPACES)
+    load_control_policy(tmp_path / "number", HERE + "Pretrained")
+    load_control_policy(tmp_path / "file", EXAMPLE)
+    assert not caplog.messages, "the same code, wherever it lies"
+
+    monkeypatch.setattr(f"{__name__}.FACTOR", 2.0)
+    (tmp_path / "new.py").write_text((tmp_path / "nets.py").read_text().replace("jnp.tanh", "jnp.sin"))
+    load_control_policy(tmp_path / "number", HERE + "Pretrained")
+    load_control_policy(tmp_path / "file", f"{tmp_path}/new.py:Towers")
+    of_number, of_file = caplog.messages
+    assert f"number: what '{HERE}Pretrained' makes has changed" in of_number
+    assert f"file: what '{tmp_path}/new.py:Towers' makes has changed" in of_file
 
 
 @pytest.mark.attack
@@ -295,6 +339,11 @@ class Good(Short):
     def step(self, observations, state, first):
         seen = observations[""]
         return self.distribution(seen @ self.weight), self.values(seen), state
+
+
+class Unscaled(Good):
+    def distribution(self, scores):
+        return Distribution((Categorical(scores, 0),), ("",))
 
 
 class Half(Good):
@@ -485,6 +534,7 @@ WRONG = {
     "SPACES": r"making it with \(spaces, seed\) raised TypeError: 'Spaces' object is not callable",
     "Plain": r"making it with \(spaces, seed\) raised TypeError: Plain\(\) takes no arguments",
     "Short": r"it gives a Short, which lacks step; docs/control.md",
+    "Unscaled": r"a Categorical's probabilities do not add up to 1: make it by Categorical.of",
     "Half": r"weight is bfloat16: parameters are float32",
     "Counting": r"weight is int32: parameters are float32",
     "Keyed": r"key is key<fry>: parameters are float32",

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.model.control import make_control_policy, named_arrays
 from penstock.model.control.encoders import ObservationStatistics
-from penstock.types import LeafSpace
+from penstock.types import ConfigError, LeafSpace
 
 OBSERVATIONS = (
     LeafSpace("image", "box", (36, 36, 3), "uint8"),
@@ -103,3 +103,9 @@ def test_the_spaces_and_the_config_travel_with_the_policy(make_policy):
     assert policy.spaces.observations == OBSERVATIONS
     again = make_control_policy(policy.config, policy.spaces, seed=0)
     assert jax.tree.structure(again) == jax.tree.structure(policy)
+
+
+@pytest.mark.parametrize("side", ["observations", "actions"])
+def test_a_leaf_without_a_number_is_refused_by_name(make_policy, side):
+    with pytest.raises(ConfigError, match=r"^box 'rest' has shape \[2, 0\], which holds no number: wrap the simulator"):
+        make_policy(**{side: (LeafSpace("rest", "box", (2, 0), "float32"), LeafSpace("", "box", (3,), "float32"))})

@@ -101,6 +101,10 @@ def refused(values: dict[str, object]) -> str:
         ({"learner": {"seed_words": "a"}}, "learner.seed_words is 'a': it must be a list"),
         ({"learner": {"seed_words": ["a", 2]}}, "learner.seed_words.1 is 2: it must be text"),
         (
+            {"learner": {"seed_words": [Path]}},
+            "learner.seed_words.0 is <class 'pathlib.Path'>: it must be text, as 'pathlib:Path'",
+        ),
+        (
             {"learner": {"optimizer": {"schedule": "cosin"}}},
             "learner.optimizer.schedule is 'cosin': it must be one of 'constant' or 'cosine' (did you mean 'cosine'?)",
         ),

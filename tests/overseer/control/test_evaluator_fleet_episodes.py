@@ -45,3 +45,4 @@ def test_it_ends_when_it_is_stopped():
     pool.start(1)
     with pytest.raises(Stopped, match="cut short"):
         play_episodes(pool, FakeRunner(2), evaluation_fleet(config), 4, stopping)
+    assert not pool.steps_taken, "also where no simulator answers"

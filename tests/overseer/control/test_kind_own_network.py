@@ -1,5 +1,6 @@
 """Runs that train a network of one's own: trained, replayed, evaluated, resumed; and whose code is imported."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,20 @@ def test_a_burn_in_is_the_networks_own_affair(tmp_path: Path):
         ControlLearner(make_policy(config, probe_spaces(config)), config.learner, 3)
     with pytest.raises(ConfigError, match=r"learner\.burn_in is 2 and model\.memory is none"):
         build({"learner": {"burn_in": 2}})
+
+
+def test_a_resume_may_name_another_place_of_a_file_and_nothing_else(run: Path, tmp_path: Path):
+    def model(**kwargs: Any) -> dict[str, Any]:
+        return {"module": f"{tmp_path}/nets.py:Towers", "kwargs": {"width": 6, "steps": [1], **kwargs}}
+
+    checkpoint = tmp_path / "step-3"
+    shutil.copytree(run / "checkpoints/step-3", checkpoint)
+    form = json.loads((checkpoint / "model/config.json").read_text())
+    form["model"] |= model(weights_path="/old/weights.npz")
+    (checkpoint / "model/config.json").write_text(json.dumps(form))
+    config = own(tmp_path, model=model(weights_path="/new/weights.npz"))
+    spaces = probe_spaces(config)
+    check_resume(config, spaces, checkpoint)
+    for other in ({"weights_path": 3}, {"width": 7, "weights_path": "/new/weights.npz"}, {}):
+        with pytest.raises(ConfigError, match=r"^model\.kwargs is .*but .* was trained with"):
+            check_resume(own(tmp_path, model=model(**other)), spaces, checkpoint)

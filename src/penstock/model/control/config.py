@@ -4,6 +4,7 @@ The spaces are not in here: the simulators give them, and `make_control_policy` 
 action masks, mixed precision.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
@@ -19,8 +20,8 @@ ImageLayout = Literal["auto", "channels_last", "channels_first"]
 class ControlModelConfig(BaseModel):
     """The network between observations and actions: an encoder per observation, memory, and heads.
 
-    Observations that are no images go, side by side, through an MLP of `hidden_sizes`. An image is a box of two or
-    three axes with both sides at least 16.
+    Observations that are no images go, side by side, through an MLP of `hidden_sizes`. An image is a box of
+    three axes, or of two where it is of uint8, with both sides at least 16.
 
     Attributes:
         module: A network of one's own, ``package.module:name`` or ``path/to/file.py:name``: called with the spaces, a
@@ -78,8 +79,8 @@ class ControlModelConfig(BaseModel):
     memory_heads: int = Field(default=4, ge=1)
     memory_window: int = Field(default=32, ge=1)
     value_network: Literal["shared", "separate"] = "shared"
-    policy_gain: float = Field(default=0.01, ge=0)
-    value_gain: float = Field(default=1.0, ge=0)
+    policy_gain: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    value_gain: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     initial_log_std: float = 0.0
     state_dependent_std: bool = False
     log_std_range: tuple[float, float] = (-5.0, 2.0)
@@ -88,6 +89,22 @@ class ControlModelConfig(BaseModel):
     def __hash__(self) -> int:
         """Without `kwargs`, which may hold lists."""
         return hash(tuple(value for name, value in self if name != "kwargs"))
+
+    def moved(self, module: str, kwargs: Mapping[str, Any]) -> "ControlModelConfig":
+        """The same network, where code and files lie elsewhere now, which is nothing that was trained.
+
+        Args:
+            module: Where its code lies.
+            kwargs: Of these only texts called ``path`` or ``…_path`` are taken, in the place of its own.
+        """
+        places = {
+            name: kwargs[name]
+            for name, value in self.kwargs.items()
+            if (name == "path" or name.endswith("_path"))
+            and isinstance(value, str)
+            and isinstance(kwargs.get(name), str)
+        }
+        return self.model_copy(update={"module": module, "kwargs": {**self.kwargs, **places}})
 
     @model_validator(mode="after")
     def _one_network(self) -> "ControlModelConfig":

@@ -89,6 +89,11 @@ class Categorical(LeafDistribution):
         """From scores of any scale."""
         return cls(jax.nn.log_softmax(logits.astype(jnp.float32)), rank)
 
+    @property
+    def log_total(self) -> Float[Array, "*batch"]:
+        """Logarithm of what each element's probabilities add up to: 0, where they are some."""
+        return jax.nn.logsumexp(self.logprobs, axis=-1)
+
     def sample(self, key: PRNGKeyArray) -> Num[Array, "*action"]:
         """int32."""
         return jax.random.categorical(key, self.logprobs).astype(jnp.int32)

@@ -1,11 +1,12 @@
 """A control policy as a folder: ``config.json`` (network, spaces, schema version) and ``model.safetensors``.
 
 No pickle is written or read. Every array must be accounted for. Where the network is somebody's own, ``config.json``
-says what made it, and nothing is imported by that word: whoever reads the folder names the code. Not covered: reading
-weights of another framework, and changing a policy's spaces.
+says what made it, and nothing is imported by that word: whoever reads the folder names the code, and is told where it
+has changed. Not covered: reading weights of another framework, and changing a policy's spaces.
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from pydantic import ValidationError
 from safetensors.numpy import save_file
 
 from penstock.model.control.config import ControlModelConfig
-from penstock.model.control.policy import ControlPolicy, make_control_policy, named_arrays, with_named_arrays
+from penstock.model.control.policy import ControlPolicy, OwnPolicy, make_control_policy, named_arrays, with_named_arrays
 from penstock.model.json_files import read_json
 from penstock.model.tensor_files import WEIGHTS_FILE, open_tensors
 from penstock.types import CheckpointError, ConfigError, SchemaVersionError, Spaces, WeightsError
+from penstock.types.importing import as_path
 
 CONTROL_SCHEMA_VERSION = 1
 """Version of the folder's form."""
@@ -53,6 +55,8 @@ def save_control_policy(folder: str | Path, policy: ControlPolicy, config: Contr
         "model": config.model_dump(mode="json"),
         "spaces": spaces.to_values(),
     }
+    if isinstance(policy, OwnPolicy):
+        content["code"] = policy.code
     text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
@@ -70,17 +74,21 @@ def control_model_directory(checkpoint: Path | str) -> Path:
     return found
 
 
-def load_control_policy(folder: str | Path, module: str | None = None) -> ControlPolicy:
+def load_control_policy(
+    folder: str | Path, module: str | None = None, kwargs: Mapping[str, Any] | None = None
+) -> ControlPolicy:
     """Reads a folder that `save_control_policy` wrote, or a run's checkpoint; the policy carries its config and spaces.
 
     Args:
         folder: Its path, or that of a training checkpoint, whose ``model/`` it is.
         module: What makes the network where it is one's own, as `ControlModelConfig.module`; unused where it is not.
+        kwargs: Where files lie now that it reads: its arguments called ``path`` or ``…_path``.
 
     Raises:
         CheckpointError: a file is missing or broken, is no control policy, or its arrays do not fit; or its network is
             one's own, and `module` is None.
         SchemaVersionError: a newer Penstock wrote it.
+        ConfigError: `module` is no text.
     """
     folder = control_model_directory(folder)
     config, spaces = read_control_form(folder)
@@ -91,15 +99,30 @@ def load_control_policy(folder: str | Path, module: str | None = None) -> Contro
                 "because a checkpoint names it: name it yourself, as model.module of a recipe (--recipe), or by "
                 "load_control_policy(…, module=…)"
             )
-        config = config.model_copy(update={"module": module})
+        if not isinstance(module, str):
+            raise ConfigError(f"module is {module!r}: it must be text{as_path(module)}")
+        config = config.moved(module, kwargs or {})
     try:
         policy = make_control_policy(config, spaces, seed=0)
+        _tell_of_other_code(folder, policy)
         with open_tensors(folder) as files:
             arrays = {name: files.read(name) for name in files.shapes}
         return with_named_arrays(policy, arrays)
     except (ConfigError, WeightsError) as error:
         whose = "its config.json" if config.module is None else f"what {config.module!r} makes"
         raise CheckpointError(f"{folder} does not fit {whose}: {error}") from error
+
+
+def _tell_of_other_code(folder: Path, policy: ControlPolicy) -> None:
+    """A note where the arrays may fit and yet mean something else; one of before this was recorded says nothing."""
+    known = read_json(folder / "config.json").get("code")
+    if isinstance(policy, OwnPolicy) and known is not None and known != policy.code:
+        logging.getLogger(__name__).warning(
+            "%s: what %r makes has changed since this was written (its file, or a number or function in it): the "
+            "arrays fit, and are the policy that was trained only if it still computes the same",
+            folder,
+            policy.config.module,
+        )
 
 
 def read_control_form(folder: str | Path) -> tuple[ControlModelConfig, Spaces]:

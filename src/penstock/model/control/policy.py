@@ -42,7 +42,7 @@ from penstock.model.control.encoders import Encoder, ObservationStatistics
 from penstock.model.control.layers import Dense
 from penstock.model.control.memory import Memory, RecurrentMemory, State, WindowMemory, reset
 from penstock.types import ConfigError, LeafSpace, Spaces, fold, generator
-from penstock.types.importing import load_attribute
+from penstock.types.importing import code_digest, load_attribute
 
 
 class ActionHead(eqx.Module):
@@ -280,10 +280,12 @@ class OwnPolicy(ControlPolicy):
     Attributes:
         network: It, with None in the place of what is no array.
         rest: What is no array, in the order of the tree, and the tree's structure.
+        code: Digest of what computes with the arrays: the file of the network's class, and `rest`.
     """
 
     network: Any
     rest: tuple[tuple[Any, ...], Any] = eqx.field(static=True)
+    code: str = eqx.field(static=True)
 
     @classmethod
     def draw(
@@ -306,9 +308,11 @@ class OwnPolicy(ControlPolicy):
             raise _refused(config, f"it gives a {type(made).__name__}, {reason}")
         arrays, others = eqx.partition(_asked(config, "taking its arrays", lambda: _of_jax(made)), eqx.is_array)
         leaves, structure = jax.tree.flatten(others)
-        policy = cls(statistics, config, spaces, arrays, (tuple(leaves), structure))
+        code = code_digest(type(made), f"{leaves}{structure}")
+        policy = cls(statistics, config, spaces, arrays, (tuple(leaves), structure), code)
         policy._check_arrays()
         policy._check_outputs()
+        policy._check_scores()
         return policy
 
     def initial_state(self, batch: int) -> dict[str, Array]:
@@ -382,6 +386,22 @@ class OwnPolicy(ControlPolicy):
             return numbers["log_prob"].sum() + numbers["entropy"].sum() + numbers["values"].sum()
 
         _asked(self.config, "its gradient", lambda: jax.eval_shape(jax.grad(loss), self.network))
+
+    def _check_scores(self) -> None:
+        """Scores that are no log-probabilities look like them by shape, and would train to something else."""
+        seen = self._normalised({leaf.name: _blank(leaf, (1,)) for leaf in self.spaces.observations})
+
+        def totals(network: Any) -> list[Array]:
+            own = replace(self, network=network)
+            given = own._step(seen, own.initial_state(1), jnp.ones(1, bool))[0]
+            return [leaf.log_total for leaf in getattr(given, "leaves", ()) if isinstance(leaf, Categorical)]
+
+        try:
+            found = jax.jit(totals)(self.network)
+        except Exception:  # zeros may be nothing that it is ever shown
+            return
+        if any(np.any(np.abs(total) > 1e-3) for total in found):
+            raise _refused(self.config, "a Categorical's probabilities do not add up to 1: make it by Categorical.of")
 
     def _checked_state(self, batch: int) -> dict[str, Array]:
         state = _asked(self.config, "initial_state", lambda: self.initial_state(batch))
@@ -475,7 +495,8 @@ def _asked(config: ControlModelConfig, what: str, call: Callable[[], Any]) -> An
         raise
     except Exception as error:  # whatever somebody's network raises
         words = str(error).strip().partition("\n")[0]
-        raise _refused(config, f"{what} raised {type(error).__name__}: {words}") from error
+        place = " (model.kwargs says where it lies)" if isinstance(error, FileNotFoundError) and config.kwargs else ""
+        raise _refused(config, f"{what} raised {type(error).__name__}: {words}{place}") from error
 
 
 def _refused(config: ControlModelConfig, why: str) -> ConfigError:
@@ -540,11 +561,14 @@ def make_control_policy(config: ControlModelConfig, spaces: Spaces, seed: int) -
         seed: The run's; the same seed gives the same weights.
 
     Raises:
-        ConfigError: the network does not fit the spaces, or no device holds one of their arrays exactly; the message
-            names the leaf and the remedy; or one's own cannot be made, or gives what is not a policy's.
+        ConfigError: the network does not fit the spaces, or one of their arrays is empty or held by no device; the
+            message names the leaf and the remedy; or one's own cannot be made, or gives what is not a policy's.
     """
     for leaf in (*spaces.observations, *spaces.actions):
         _ = leaf.device_dtype  # it raises here, before anything is learned
+        if 0 in leaf.shape:
+            shape = f"{leaf.kind} {leaf.name!r} has shape {list(leaf.shape)}, which holds no number"
+            raise ConfigError(f"{shape}: wrap the simulator so that its spaces leave it out")
     known = ObservationStatistics.of_none(config, spaces.observations) if config.normalize_observations else None
     if config.module is not None:
         return OwnPolicy.draw(known, config, spaces, fold(seed, "model") % 2**31)

@@ -29,6 +29,7 @@ from penstock.overseer.config_loading.keys import is_secret, matches
 from penstock.overseer.config_loading.suggestions import unknown_key
 from penstock.rundir.yaml_documents import parse_mapping, parse_yaml, read_mapping
 from penstock.types import ConfigError, IdleKeyError
+from penstock.types.importing import as_path
 
 if TYPE_CHECKING:
     from penstock.overseer.config import RunConfig
@@ -128,7 +129,8 @@ def _line(
         return f"{name}: {' '.join(message.split())}" if path else " ".join(message.split())
     expected = " or ".join(dict.fromkeys(_expected(details) for details in group))
     value = "(hidden)" if is_secret(model, path) else _shown(first["input"])
-    return f"{name} is {value}: it must be {expected}{_nearest_literal(first)}"
+    path_of_it = as_path(first["input"]) if first["type"] == "string_type" else ""
+    return f"{name} is {value}: it must be {expected}{path_of_it}{_nearest_literal(first)}"
 
 
 def _expected(details: ErrorDetails) -> str:

@@ -33,9 +33,16 @@ from penstock.fleet.video import MOST_WAITING_BYTES, VideoWriter, require_film_p
 from penstock.model.control import ControlPolicy, control_model_directory, load_control_policy
 from penstock.overseer.control.evaluator import play_episodes
 from penstock.overseer.control.policies import make_evaluation_runner
-from penstock.overseer.control.simulators import EVALUATOR_ID, evaluation_fleet, open_evaluation_pool, start_pool
+from penstock.overseer.control.simulators import (
+    EVALUATOR_ID,
+    OnEvent,
+    evaluation_fleet,
+    open_evaluation_pool,
+    start_pool,
+)
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.evaluation_report import Estimate
+from penstock.overseer.run_log import failure_in_words
 from penstock.rundir.storage import check_place
 from penstock.types import (
     ConfigError,
@@ -165,13 +172,13 @@ def evaluate_fleet(
     """
     config = _chosen(config, tasks)
     model_dir = control_model_directory(checkpoint)
-    policy = load_control_policy(model_dir, config.model.module)
+    policy = load_control_policy(model_dir, config.model.module, config.model.kwargs)
     if video_dir is not None:
         for task in config.fleet.tasks:
             film_path(video_dir, task)  # sees that it can be written
     started = time.perf_counter()
     fleet = evaluation_fleet(config)
-    pool = open_evaluation_pool(config)
+    pool = open_evaluation_pool(config, _failures_told())
     try:
         if not pool.spaces.same_form(policy.spaces):
             raise ConfigError(
@@ -252,6 +259,23 @@ def film_path(folder: Path, task: str) -> Path:
 
 def _tell(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+FAILURE_EVERY_S = 10.0
+"""Simulators' failures are told no more often: thousands may come."""
+
+
+def _failures_told() -> OnEvent:
+    due_s = -math.inf
+
+    def tell(kind: str, fields: Mapping[str, Any]) -> None:
+        nonlocal due_s
+        words = failure_in_words(kind, fields)
+        if words and time.monotonic() >= due_s:
+            due_s = time.monotonic() + FAILURE_EVERY_S
+            _tell(words)
+
+    return tell
 
 
 def _film(policy: ControlPolicy, config: FleetRunConfig, task: str, path: Path) -> Path:

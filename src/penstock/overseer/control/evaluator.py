@@ -73,16 +73,19 @@ def play_episodes(
         NoProgressError: the episodes were not over in time.
         RunFailed: every simulator of a task was given up.
     """
-    watch = partial(_watch, stopping, on_steps)
-    played = evaluate_policy(pool, runner, episodes, config, on_batch=[watch], on_slow=on_slow)
+    watch = [] if on_steps is None else [partial(_count, on_steps)]
+    check = partial(_check, stopping)
+    played = evaluate_policy(pool, runner, episodes, config, on_batch=watch, on_slow=on_slow, check=check)
     return {task: _stats(task, played) for task in config.tasks}
 
 
-def _watch(stopping: threading.Event, on_steps: Callable[[int], None] | None, batch: StepBatch) -> None:
+def _check(stopping: threading.Event) -> None:
     if stopping.is_set():
         raise Stopped("the evaluation was cut short")
-    if on_steps is not None:
-        on_steps(int(np.count_nonzero(batch.acted)))
+
+
+def _count(on_steps: Callable[[int], None], batch: StepBatch) -> None:
+    on_steps(int(np.count_nonzero(batch.acted)))
 
 
 def _stats(task: str, played: PolicyEvaluation) -> RolloutBatchStats:

@@ -254,9 +254,9 @@ def check_resume(config: FleetRunConfig, spaces: Spaces, checkpoint: Path) -> No
         CheckpointError: the checkpoint holds no control policy.
     """
     trained, trained_spaces = read_control_form(checkpoint / "model")
+    if config.model.module and trained.module:
+        trained = trained.moved(config.model.module, config.model.kwargs)
     ours, theirs = config.model.model_dump(mode="json"), trained.model_dump(mode="json")
-    if ours["module"] and theirs["module"]:
-        theirs["module"] = ours["module"]  # where code lies is nothing that was trained
     check_kept(ours, theirs, checkpoint, lambda name: f"model.{name}")
     if not spaces.same_form(trained_spaces):
         raise ConfigError(
@@ -350,7 +350,7 @@ class ControlKind:
     def resume(self, config: FleetRunConfig, checkpoint: Path) -> RunStart:
         """The checkpoint's network."""
         self.check_resume(config, checkpoint)
-        loaded = load_checkpoint(checkpoint, module=config.model.module)
+        loaded = load_checkpoint(checkpoint, module=config.model.module, kwargs=config.model.kwargs)
         return RunStart(loaded.policy, None, loaded)
 
     def check_resume(self, config: FleetRunConfig, checkpoint: Path) -> None:

@@ -347,7 +347,7 @@ class StoredRun:
         if isinstance(self.config, RunConfig):
             loaded = load_checkpoint(checkpoint)
             return RunStart(loaded.decoder, None, loaded)
-        loaded = load_checkpoint(checkpoint, module=self.config.model.module)
+        loaded = load_checkpoint(checkpoint, module=self.config.model.module, kwargs=self.config.model.kwargs)
         return RunStart(loaded.policy, None, loaded)
 
     def notes(self, update: StoredUpdate) -> list[str]:
