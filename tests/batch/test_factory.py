@@ -121,6 +121,17 @@ def test_arguments_that_do_not_fit_say_what_would(own):
         make(BatchMakerConfig(name=f"{own}:Latest", arguments={"bonsu": 1}))
 
 
+@pytest.mark.parametrize("raised", [KeyError("path"), SystemExit(3)])
+def test_a_constructor_that_raises_is_named(own, monkeypatch, raised):
+    def fail(self, max_tokens, bonus=0.0):
+        raise raised
+
+    make(BatchMakerConfig(name=f"{own}:Latest"))
+    monkeypatch.setattr(sys.modules[own].Latest, "__init__", fail)
+    with pytest.raises(ConfigError, match=f"making a Latest raised {type(raised).__name__}: {raised} "):
+        make(BatchMakerConfig(name=f"{own}:Latest"))
+
+
 def test_a_name_is_checked_with_the_config():
     with pytest.raises(ValueError, match="name is 'newest': it must be one of deadline, recency, grpo"):
         BatchMakerConfig(name="newest")

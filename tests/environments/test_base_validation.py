@@ -94,6 +94,10 @@ def test_well_formed_groups_pass():
             [RolloutGroup("e:1", (rollout(), replace(rollout(), env_example_id=7)))],
             r"rollout 1: env_example_id is 7 \(int\): it must be text",
         ),
+        (
+            [RolloutGroup("e:1", (rollout(), replace(rollout(), rewards_by_function=(("a", None), ("b", "x")))))],
+            r"rollout 1: rewards_by_function has 'x' \(str\) of 'b': not a number",
+        ),
     ],
 )
 def test_malformed_groups_name_the_field(groups, message):

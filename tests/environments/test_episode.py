@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.environments import EpisodeBuilder, Example, GroupScoredEnvironment, Scores
+from penstock.environments import EpisodeBuilder, Example, GroupScoredEnvironment, Scores, SingleTurnEnvironment
 from penstock.types import Completion, Decoding, EnvironmentFailure
 
 PROMPT = np.array([10, 11, 12], np.int32)
@@ -130,6 +130,29 @@ def test_metrics_of_a_group_are_averaged_over_the_groups_that_have_them(policy, 
     rewards = {group.key: group.rewards.tolist() for group in groups}
     assert rewards == {"counting:a": [0.0, 0.0, 1.0], "counting:b": [1.0] * 3}
     assert metrics == {"longest": 3.0, "failed_groups": 0.0}
+
+
+@pytest.mark.parametrize("score", [None, "0.5", float("nan"), [0.5]])
+def test_a_score_that_is_no_number_is_told_as_what_it_is(policy, decoding, score):
+    class Single(SingleTurnEnvironment):
+        examples = [Example(str(n), f"{n}?") for n in range(9)]
+
+        def score(self, example, text, completion):
+            return score
+
+    with pytest.raises(EnvironmentFailure, match=r"^Single\.score returned .*: it must return a finite number$"):
+        Single().sample(policy("yes<eos>"), 1, 2, decoding, 0, "train")
+
+
+def test_a_score_that_is_async_is_refused(policy, decoding):
+    class Single(SingleTurnEnvironment):
+        examples = [Example(str(n), f"{n}?") for n in range(9)]
+
+        async def score(self, example, text, completion):
+            return 0.5
+
+    with pytest.raises(EnvironmentFailure, match=r"^Single\.score is async: write it without$"):
+        Single().sample(policy("yes<eos>"), 1, 2, decoding, 0, "train")
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ def test_loads_with_arguments():
         ("penstock.environments.jsonl.JsonlEnvironment", {}, "env_args.path is missing: .* requires it"),
         ("nowhere.at.all.Environment", {}, "no module named 'nowhere'"),
         (f"{__name__}.Numbered", {}, "Numbered': its name is 3: it must be text"),
+        (f"{__name__}.Quits", {}, "Quits' refused env_args: SystemExit: 3"),
         (f"{__name__}.Bare", {}, r"Bare': its __init__ does not begin with super\(\).__init__\(\): add that"),
         ("missing_file.py:Environment", {}, r"no file .*missing_file\.py"),
     ],
@@ -76,6 +77,11 @@ class Numbered(CatsEnvironment):
         super().__init__(name=3)  # pyright: ignore
 
 
+class Quits(CatsEnvironment):
+    def __init__(self):
+        raise SystemExit(3)
+
+
 class Bare(CatsEnvironment):
     def __init__(self) -> None:
         self.animals = ("cat",)
@@ -90,7 +96,8 @@ def test_an_environment_is_given_as_an_instance_or_a_class():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("cats", "^environment 'cats' is not a subclass of penstock.environments.Environment$"),
+        ("cats", "^environment 'cats' is neither an environment nor a class of them: .* env_class: tasks.py:MyEnv"),
+        (Quits, "^environment Quits cannot be made without arguments: SystemExit: 3; give an instance"),
         (dict, "^environment dict is not a subclass of"),
         (SingleTurnEnvironment, "^environment SingleTurnEnvironment is abstract: it does not define score$"),
         (Bare, r"^environment Bare: its __init__ does not begin with super\(\).__init__\(\): add that$"),
@@ -155,3 +162,12 @@ def test_an_import_that_fails_says_why(tmp_path):
     (tmp_path / "hungry.py").write_text("import a_package_that_is_not_there\n")
     with pytest.raises(ConfigError, match="a_package_that_is_not_there"):
         load_attribute(f"{tmp_path}/hungry.py:f", "reward")
+
+
+def test_a_script_that_ends_the_process_is_an_error_of_one_line(tmp_path, monkeypatch):
+    (tmp_path / "script_for_test.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for path in (f"{tmp_path}/script_for_test.py:f", "script_for_test.f"):
+        with pytest.raises(ConfigError, match="raised SystemExit: 0; it ends the process .* under if __name__ == "):
+            load_attribute(path, "reward")

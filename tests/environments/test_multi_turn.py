@@ -201,7 +201,8 @@ def test_an_answer_of_the_environment_that_never_comes_fails_its_group_by_name()
 @pytest.mark.parametrize(
     ("method", "returned", "message"),
     [
-        ("respond", 3, "respond returned 3: give text, or messages"),
+        ("respond", 3, "^Wrong.respond returned 3: give text, or messages"),
+        ("respond", b"5", "^Wrong.respond returned b'5': give text, or messages"),
         ("respond", [], "respond returned None: give text, or messages"),
         ("respond", {"role": "assistant", "content": "5"}, "respond returned .*: give text, or messages"),
         ("respond", {"role": "user"}, "respond returned .*: give text, or messages"),
@@ -214,6 +215,28 @@ def test_what_is_returned_wrongly_is_said(method, returned, message):
     wrong = type("Wrong", (Guess,), {method: lambda self, conversation: returned})
     with pytest.raises(EnvironmentFailure, match=message):
         play(wrong(), ["5", "7"])
+
+
+def test_one_stop_string_for_several_is_refused():
+    with pytest.raises(EnvironmentFailure, match="Wrong.stop_strings returned 'END': give several"):
+        play(type("Wrong", (Guess,), {"stop_strings": lambda self, plain: "END"})(), ["5", "7"])
+
+
+def test_parts_of_a_message_are_told_as_text():
+    said = {"role": "user", "content": [{"type": "text", "text": " hig"}, {"type": "text", "text": "her "}]}
+    (rollout,), _, _ = play(type("Parts", (Guess,), {"respond": lambda self, conversation: said})(), ["5", "7"])
+    assert [turn.content for turn in rollout.turns] == ["A number?", "5", " higher ", "7"]
+
+
+@pytest.mark.parametrize("credit", ["0.5", None, float("inf")])
+def test_a_credit_that_is_no_number_is_refused(credit):
+    class Wrong(Guess):
+        def respond(self, conversation):
+            conversation.credit(credit)
+            return " higher "
+
+    with pytest.raises(EnvironmentFailure, match=r"^Wrong gave credit .*: it must be a finite number$"):
+        play(Wrong(), ["5", "7"])
 
 
 @pytest.mark.parametrize("method", ["respond", "is_done", "score"])
@@ -253,6 +276,16 @@ def test_credit_is_at_the_turn_that_earned_it():
     first, last = rollout.turns[1].stop - len(rollout.prompt_tokens) - 1, len(rollout.response_tokens) - 1
     assert dict(enumerate(rollout.token_rewards.tolist()))[first] == 0.25
     assert rollout.token_rewards[last] == 0.5 and rollout.episode_reward == 0.75
+
+
+def test_credit_that_score_gives_counts_beside_what_it_returns():
+    class Credits(Guess):
+        def score(self, conversation):
+            conversation.credit(0.25)
+            return 0.5
+
+    (rollout,), _, _ = play(Credits(), ["5", "7"])
+    assert rollout.episode_reward == 0.75 and rollout.token_rewards.tolist()[-1] == 0.75
 
 
 def test_credits_reach_the_tokens_of_their_turns_as_advantages():

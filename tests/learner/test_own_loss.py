@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from penstock.batch import BatchMakerConfig, compute_advantages, make_batch_maker
 from penstock.learner import Learner, LearnerConfig, LossConfig, LossInputs, OptimizerConfig, TokenLoss
+from penstock.learner.losses import check_own_loss
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.config_loading.recorded import named_code
 from penstock.types import ConfigError, RLLossModule, Rollout, RolloutGroup
@@ -54,6 +55,23 @@ class NoBools(Plain):
     def loss(self, inputs):
         return TokenLoss(inputs.logprobs, clipped=inputs.logprobs)
 
+
+class Quits(Plain):
+    def __init__(self):
+        raise SystemExit(3)
+
+
+class QuitsLater(Plain):
+    def loss(self, inputs):
+        raise SystemExit(3)
+
+
+class Later(Plain):
+    async def loss(self, inputs):
+        return inputs.logprobs
+
+
+made = Plain()
 
 HERE = f"{__name__}:"
 
@@ -110,24 +128,49 @@ def test_the_learner_minimises_it_and_follows_its_entropy(decoder, config, examp
 
 def test_a_wrong_loss_is_told_by_its_key(decoder, config, examples, make_batch):
     learner = Learner(decoder, config.model_copy(update={"loss": LossConfig(module=HERE + "OneNumber")}), 5)
-    with pytest.raises(ConfigError, match=r"OneNumber.loss gave .* of shape \(\).*must be float32 \[48\]"):
+    with pytest.raises(ConfigError, match=r"OneNumber.loss gave float32 \[\]: it must be float32 \[48\]"):
         learner.update(make_batch(examples), 0)
     for name, message in {
-        "Raises": r"learner\.loss\.module: Raises\.loss raised TypeError: unsupported operand",
+        "Raises": r"Raises\.loss raised TypeError: unsupported .*; reference_logprobs is None unless learner\.kl",
         "NoBools": r"NoBools\.loss gave clipped of shape \(48,\) and dtype float32: it must be bool \[48\]",
     }.items():
         learner = Learner(decoder, config.model_copy(update={"loss": LossConfig(module=HERE + name)}), 5)
         with pytest.raises(ConfigError, match=message):
             learner.update(make_batch(examples), 0)
+    for wrong, found in {
+        "None": lambda group: None, "'aa'": lambda group: "aa", "coroutine": Later().loss,
+        "j": lambda group: group.rewards * 1j, "generator": lambda group: (one for one in group.rewards),
+    }.items():  # fmt: skip
+        with pytest.raises(ConfigError, match=f"compute_advantages gave .*{wrong.strip(chr(39))}.* for group g-0-0"):
+            compute_advantages(found, [group(0.5, 3.0)])
+    with pytest.raises(ConfigError, match="compute_advantages raised SystemExit: 3 for group g-0-0"):
+        compute_advantages(lambda group: exit(3), [group(0.5, 3.0)])
     with pytest.raises(ConfigError, match="compute_advantages raised KeyError: 'no such reward' for group g-0-0"):
         compute_advantages(Raises().compute_advantages, [group(0.5, 3.0)])
     for name, message in {
         "NeedsMore": "missing 1 required positional argument: 'coefficient'; it takes no arguments",
-        "NoAdvantages": "gives a NoAdvantages, which lacks compute_advantages or loss",
+        "NoAdvantages": "gives a NoAdvantages, which has no compute_advantages;",
+        "made": "is a Plain: name its class",
+        "Quits": "making one raised SystemExit: 3",
         "Plane": "did you mean 'Plain'",
     }.items():
         with pytest.raises(ConfigError, match=message):
             LossConfig(module=HERE + name).load_module()
+
+
+def test_a_wrong_loss_is_told_before_anything_is_made():
+    for name, message in {
+        "OneNumber": r"OneNumber\.loss gave float32 \[\]: it must be float32 \[2048\]",
+        "Raises": r"Raises\.loss raised TypeError: .*reference_logprobs is None unless learner\.kl\.reference",
+        "NoBools": r"NoBools\.loss gave clipped of shape \(2048,\)",
+        "QuitsLater": r"QuitsLater\.loss raised SystemExit: 3",
+        "Later": r"Later\.loss gave coroutine",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            check_own_loss(LearnerConfig(row_length=512, micro_batch_rows=4, loss={"module": HERE + name}))
+    own = {"module": HERE + "Raises"}  # which may read what the run has
+    check_own_loss(LearnerConfig(loss=own, kl={"reference": "initial"}))
+    check_own_loss(LearnerConfig())
 
 
 def test_what_it_replaces_is_refused_and_what_it_names_is_shown():

@@ -1,8 +1,11 @@
+import re
+
 import pytest
 
+from penstock.cli import main
 from penstock.overseer import train
 from penstock.overseer.config_loading import load_config
-from penstock.overseer.plan import describe_plan
+from penstock.overseer.plan import check_code, describe_plan
 from penstock.types import ConfigError
 
 
@@ -49,6 +52,41 @@ def test_a_length_that_the_engine_would_refuse_is_refused_before_a_run():
 def test_what_the_model_does_not_have_is_refused_before_a_run(recipe, change, error):
     with pytest.raises(ConfigError, match=error):
         describe_plan(load_config(recipe, [change]))
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "error"),
+    [
+        ("learner.loss.module", "Scalar", r"Scalar\.loss gave float32 \[\]: it must be float32"),
+        ("replay.batch_maker.name", "Scalar", "is no class derived from penstock.batch.BatchMaker"),
+        ("curriculum.lessons.cats.environment.env_class", "Scalar", "is not a subclass of"),
+        (
+            "curriculum.lessons.cats.environment.env_class",
+            "Lost",
+            "Lost': making its problems raised FileNotFound",
+        ),
+    ],
+)
+def test_a_dry_run_tries_what_the_run_would_import(tmp_path, key, name, error, capsys):
+    (tmp_path / "own.py").write_text(
+        "from pathlib import Path\nfrom penstock.environments import Example, SingleTurnEnvironment\n\n\n"
+        "class Scalar:\n    def compute_advantages(self, group):\n        return group.rewards\n\n"
+        "    def loss(self, inputs):\n        return inputs.logprobs.sum()\n\n\n"
+        "class Lost(SingleTurnEnvironment):\n    def train_examples(self):\n"
+        "        return [Example('a', Path('no_such_file').read_text())]\n\n"
+        "    def score(self, example, text, completion):\n        return 0.0\n"
+    )
+    assert main(["train", "cats", f"{key}={tmp_path}/own.py:{name}", "--dry-run"]) == 2
+    printed = capsys.readouterr()
+    assert re.search(error, printed.err) and printed.err.count("\n") == 1
+    assert "# Memory, estimated:" in printed.out  # the plan is told all the same
+
+
+def test_what_a_dry_run_made_is_closed(monkeypatch):
+    closed = []
+    monkeypatch.setattr("penstock.environments.cats.CatsEnvironment.close", lambda self: closed.append(self.name))
+    check_code(load_config("cats"))
+    assert closed == ["cats"]
 
 
 def test_a_token_that_the_model_does_not_have_ends_no_answer_and_leaves_nothing(tmp_path):

@@ -1,5 +1,6 @@
 """What batch makers may do wrong, and what the buffer makes of it."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -143,3 +144,22 @@ def test_an_error_in_ones_own_maker_names_it(open_buffer):
         run.buffer.sample(1)
     with pytest.raises(ConfigError, match="batch_size is 0"):
         run.buffer.sample(0)
+
+
+async def later():
+    return []
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (later, "Broken.create_batch returned <coroutine object later .*: it must be a list, or None"),
+        (lambda: (example for example in ()), "create_batch returned <generator object .*: it must be a list, or None"),
+        (lambda: sys.exit(3), "Broken.create_batch raised SystemExit: 3"),
+    ],
+)
+def test_what_is_no_list_and_what_would_end_the_process_is_said(open_buffer, batch, message):
+    run = open_buffer(Broken(batch))
+    run.add(run.group())
+    with pytest.raises(RunFailed, match=message):
+        run.buffer.sample(1)

@@ -1,3 +1,4 @@
+import sys
 import time
 from dataclasses import replace
 
@@ -177,7 +178,8 @@ def test_the_wrong_number_of_groups_is_refused(manager: RolloutManager):
         (([None], {}), "group 0 is None"),
         ((None, {}), "returned None"),
         (([], {"accuracy": float("nan")}), "metric 'accuracy' is nan"),
-        (None, "raised TypeError"),
+        (None, "environment 'custom': sample returned None: it must return two, a list of RolloutGroup and a dict"),
+        (([], {}, 3), "sample returned .* it must return two"),
     ],
 )
 def test_what_is_malformed_is_a_failed_group_not_a_crash(manager: RolloutManager, returned, message: str):
@@ -249,6 +251,13 @@ def test_an_environment_that_cannot_be_closed_keeps_nothing_else_open(manager: R
     with pytest.raises(ZeroDivisionError):
         broken.shutdown()
     assert stopped == [True]
+
+
+def test_an_environment_that_ends_the_process_when_it_is_closed_does_not(manager: RolloutManager):
+    broken = managing(manager, OneMethodEnvironment(lambda: ([], {})))
+    broken.environment("cats").close = lambda: sys.exit(3)
+    with pytest.raises(EnvironmentFailure, match="OneMethodEnvironment.close raised SystemExit: 3"):
+        broken.shutdown()
 
 
 def test_groups_of_evaluations_are_named_by_label_lineage_and_step(manager: RolloutManager):

@@ -75,6 +75,15 @@ def test_changing_the_original_changes_nothing():
     assert packed.response_tokens[0] == 100
 
 
+@pytest.mark.parametrize("name", ["episode_reward", "finish_reason", "token_rewards", "_block"])
+def test_it_is_read_only_as_a_rollout_is(name):
+    packed = PackedRollout(make_rollout())
+    before = packed.episode_reward
+    with pytest.raises(dataclasses.FrozenInstanceError, match=f"cannot assign to field '{name}'"):
+        setattr(packed, name, 9.0)
+    assert packed.episode_reward == before
+
+
 def test_members_of_a_group_share_what_is_equal():
     first = PackedRollout(make_rollout())
     second = PackedRollout(make_rollout(index=1), first)

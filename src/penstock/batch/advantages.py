@@ -11,10 +11,11 @@ used or discarded since: they are answers of the same policy to the same problem
 Not covered: values and current log-probabilities, which the learner has (`penstock.learner.critic`, V-trace).
 """
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int
@@ -221,18 +222,33 @@ def _penalised(rollout: AnyRollout, example: RLExample, coefficient: float) -> R
 def _by_own(function: Callable[[RolloutGroup], np.ndarray], group: RolloutGroup) -> Float32[np.ndarray, " n"]:
     """By a function of the user's."""
     try:
-        advantages = np.asarray(function(group), np.float32)
-    except Exception as error:  # whatever the user's code raises
+        given: Any = function(group)
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise ConfigError(
             f"learner.loss.module: compute_advantages raised {type(error).__name__}: {error} for group "
             f"{group.group_id} (PENSTOCK_TRACEBACK=1 shows where)"
         ) from error
-    if advantages.shape != (len(group.rollouts),) or not np.isfinite(advantages).all():
+    advantages = _numbers(given)
+    if advantages is None or advantages.shape != (len(group.rollouts),) or not np.isfinite(advantages).all():
+        shown = given if advantages is None else advantages.tolist()
         raise ConfigError(
-            f"learner.loss.module: compute_advantages gave {advantages.tolist()!s:.200} for group {group.group_id}: "
+            f"learner.loss.module: compute_advantages gave {shown!s:.200} for group {group.group_id}: "
             f"it must be one finite number for each of its {len(group.rollouts)} rollouts"
         )
     return advantages
+
+
+def _numbers(given: Any) -> np.ndarray | None:
+    """float32; None where it is no array of real numbers."""
+    if inspect.iscoroutine(given):
+        given.close()
+        return None
+    try:
+        with np.errstate(over="ignore"):  # an infinite one is told with its group
+            found = np.asarray(given)
+            return None if found.dtype.kind in "OSUc" else found.astype(np.float32)
+    except (TypeError, ValueError):
+        return None
 
 
 def _over_valid(group: RolloutGroup, formula: Callable[[RolloutGroup], np.ndarray]) -> np.ndarray:

@@ -52,7 +52,11 @@ def train(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved config, a memory estimate and the components.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the resolved config, a memory estimate and the components, and try what the run imports.",
+        ),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No live view, only the summary.")] = False,
     trust: Trust = False,
@@ -71,9 +75,10 @@ def train(
         _refuse_trust(trust, "--resume")
         config = load_config(source, changes)
     if dry_run:
-        from penstock.overseer.plan import describe_plan
+        from penstock.overseer.plan import check_code, describe_plan
 
-        print(describe_plan(config))
+        print(describe_plan(config), flush=True)
+        check_code(config)
         return 0
     from rich.console import Console
 

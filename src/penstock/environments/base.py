@@ -11,6 +11,7 @@ What an environment or a reward function returned is checked; nothing malformed 
 field, what was found, and what was expected; it costs its own group and no other.
 """
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -192,10 +193,11 @@ def prompt_text(prompt: Prompt) -> str:
     """The prompt for human eyes: the text itself, or the messages' contents by blank lines."""
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(_content(message) for message in prompt)
+    return "\n\n".join(content_of(message) for message in prompt)
 
 
-def _content(message: Message) -> str:
+def content_of(message: Message) -> str:
+    """A message's text; of several parts, theirs."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -244,7 +246,15 @@ def check_rewards(rewards: Any, expected: int, source: str) -> list[float]:
 
 def check_reward(reward: Any, source: str) -> float:
     """Like `check_rewards`, of whoever returns the reward of one completion."""
+    if inspect.iscoroutine(reward):
+        reward.close()
+        raise EnvironmentFailure(f"{source} is async: write it without")
     return _number(reward, source, "", "it must return a finite number")
+
+
+def check_credit(reward: Any, source: str) -> float:
+    """Like `check_rewards`, of what is given to a conversation's ``credit``."""
+    return _number(reward, source, "", "it must be a finite number", "gave credit")
 
 
 def check_function_rewards(rewards: Any, expected: int, source: str) -> list[float | None]:
@@ -268,14 +278,14 @@ def _wanted(expected: int) -> str:
     return f"it must return a list of {expected} finite numbers, one per completion"
 
 
-def _number(value: Any, source: str, place: str, wanted: str) -> float:
+def _number(value: Any, source: str, place: str, wanted: str, did: str = "returned") -> float:
     if hasattr(value, "item"):
         with suppress(ValueError, TypeError, RuntimeError):  # it holds several
             value = value.item()
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise EnvironmentFailure(f"{source} returned {_shown(value)}{place}: {wanted}")
+        raise EnvironmentFailure(f"{source} {did} {_shown(value)}{place}: {wanted}")
     if abs(value) > REWARD_LIMIT:
-        raise EnvironmentFailure(f"{source} returned {value:g}{place}: {_BEYOND}")
+        raise EnvironmentFailure(f"{source} {did} {value:g}{place}: {_BEYOND}")
     return float(value)
 
 
@@ -284,6 +294,22 @@ def _shown(value: Any) -> str:
         return str(value)
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def pair_of(sampled: Any, env_name: str) -> tuple[Any, Any]:
+    """Groups and metrics, which `validate_groups` and `validate_metrics` look at, of what `sample` returned.
+
+    Raises:
+        EnvironmentFailure: it is no pair.
+    """
+    if not isinstance(sampled, tuple | list) or len(sampled) != 2:
+        if inspect.iscoroutine(sampled):
+            sampled.close()
+        raise EnvironmentFailure(
+            f"environment {env_name!r}: sample returned {_shown(sampled)}: it must return two, a list of RolloutGroup "
+            "and a dict of metrics"
+        )
+    return sampled[0], sampled[1]
 
 
 def validate_groups(groups: Any, n_examples: int, n_generations: int, env_name: str) -> list[RolloutGroup]:
@@ -331,6 +357,9 @@ def _validate_rollout(rollout: Any, where: str) -> None:
     for name, value in _largest_rewards(rollout).items():
         if not abs(value) <= REWARD_LIMIT:
             raise EnvironmentFailure(f"{where}: {name} is {value:g}: {_BEYOND}")
+    for name, given in rollout.rewards_by_function:
+        if given is not None and not isinstance(given, int | float | np.number):
+            raise EnvironmentFailure(f"{where}: rewards_by_function has {_shown(given)} of {name!r}: not a number")
     for turn in rollout.turns:
         if not 0 <= turn.start <= turn.stop <= length:
             raise EnvironmentFailure(f"{where}: turns has the span {turn.start}..{turn.stop} in {length} tokens")

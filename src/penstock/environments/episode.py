@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 from typing_extensions import override
 
-from penstock.environments.base import Prompt, Scores, check_rewards, prompt_text, validate_metrics
+from penstock.environments.base import Prompt, Scores, check_reward, check_rewards, prompt_text, validate_metrics
 from penstock.environments.example_environment import (
     FAILURES,
     Example,
@@ -271,7 +271,8 @@ class SingleTurnEnvironment(GroupScoredEnvironment):
 
     @override
     def score_group(self, example: Example, completions: Sequence[Completion]) -> Sequence[float]:
-        return [self.score(example, completion.text, completion) for completion in completions]
+        source = f"{type(self).__name__}.score"
+        return [check_reward(self.score(example, one.text, one), source) for one in completions]
 
 
 def generate_each(

@@ -66,7 +66,9 @@ class Example:
                 f"answer of Example {self.example_id!r:.60} is {self.answer!r:.60}: it must be text, str(…); what "
                 "else a reward needs to know is for its columns"
             )
-        if not isinstance(self.prompt, str | Sequence):
+        prompt: Any = self.prompt
+        is_chat = isinstance(prompt, Sequence) and all(isinstance(each, Mapping) for each in prompt)
+        if not isinstance(prompt, str) and not is_chat:
             raise ConfigError(
                 f"prompt of Example {self.example_id!r:.60} is {self.prompt!r:.60}: it must be text or chat messages"
             )

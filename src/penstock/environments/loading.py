@@ -43,7 +43,7 @@ def load_environment(spec: SpecLike) -> Environment:
         return _complete(cls(**arguments), f"env_class {spec.env_class!r}")
     except PenstockError:
         raise
-    except Exception as error:  # the constructor's own checks
+    except (Exception, SystemExit) as error:  # the constructor's own checks
         raise ConfigError(f"env_class {spec.env_class!r} refused env_args: {type(error).__name__}: {error}") from error
 
 
@@ -66,12 +66,17 @@ def given_environment(given: Any) -> Environment:
     if isinstance(given, Environment):
         return _complete(given, f"environment {type(given).__name__}")
     called = f"environment {given.__name__}" if inspect.isclass(given) else f"environment {given!r:.60}"
+    if not inspect.isclass(given):
+        raise ConfigError(
+            f"{called} is neither an environment nor a class of them: give one of the two; what a path or a function "
+            "stands for is named in a configuration, env_class: tasks.py:MyEnvironment"
+        )
     cls = _checked_class(given, called)
     try:
         return _complete(cast(Any, cls)(), called)
     except PenstockError:
         raise
-    except Exception as error:  # the constructor's own checks
+    except (Exception, SystemExit) as error:  # the constructor's own checks
         raise ConfigError(
             f"{called} cannot be made without arguments: {type(error).__name__}: {error}; give an instance, "
             f"environment={given.__name__}(…)"

@@ -37,7 +37,7 @@ from typing import Any, Literal, TypeVar
 
 from typing_extensions import override
 
-from penstock.environments.base import Prompt, Reference, Template, check_reward, check_rewards
+from penstock.environments.base import Prompt, Reference, Template, check_credit, check_reward, content_of
 from penstock.environments.episode import EpisodeBuilder, generate_each
 from penstock.environments.example_environment import (
     FAILURES,
@@ -197,7 +197,7 @@ class _Attempt:
             conversation.ending = "tokens"
         elif self._asked(environment.is_done):
             conversation.ending = "done"
-        elif conversation.turns == environment.max_turns:
+        elif conversation.turns >= environment.max_turns:
             conversation.ending = "turns"
         elif self._left_s <= 0:
             conversation.ending = "seconds"
@@ -207,7 +207,7 @@ class _Attempt:
             self._hear(reply)
 
     def _hear(self, reply: Reply) -> None:
-        added = messages_of(reply)
+        added = messages_of(reply, f"{type(self._environment).__name__}.respond")
         role = "tool" if added[-1]["role"] == "tool" else "user"
         text = _joined(added) if self._plain else self._between(added)
         whole = [*self.conversation.messages, *added]
@@ -245,12 +245,13 @@ class _Attempt:
 
     def _note_credits(self) -> None:
         credits, self.conversation._credits = self.conversation._credits, []
-        for reward in check_rewards(credits, len(credits), f"{type(self._environment).__name__}: credit"):
-            self._episode.credit(reward)
+        for reward in credits:
+            self._episode.credit(check_credit(reward, type(self._environment).__name__))
 
     def _finish(self, began: float) -> None:
         source = f"{type(self._environment).__name__}.score"
         self._episode.credit(check_reward(self._asked(self._environment.score), source))
+        self._note_credits()
         by_function = self._environment.rewards_by_function(self.conversation)
         self._episode.spend("reward_s", time.monotonic() - began)
         self.rollout = self._episode.rollout(self._environment.name, self._task.example.example_id, by_function.items())
@@ -374,7 +375,12 @@ class MultiTurnEnvironment(ExampleEnvironment):
         self, inference_ctx: InferenceContext, tasks: Sequence[Task], n_generations: int, decoding: Decoding
     ) -> list[Outcome]:
         plain = all(isinstance(task.prompt, str) for task in tasks)
-        decoding = replace(decoding, stop_strings=(*decoding.stop_strings, *self.stop_strings(plain)))
+        stops = self.stop_strings(plain)
+        if isinstance(stops, str):  # each of its characters would end a turn
+            raise EnvironmentFailure(
+                f"{type(self).__name__}.stop_strings returned {stops!r}: give several, ({stops!r},)"
+            )
+        decoding = replace(decoding, stop_strings=(*decoding.stop_strings, *stops))
         attempts = [
             _Attempt(self, inference_ctx.tokenizer, task, decoding, position)
             for task in tasks
@@ -423,7 +429,7 @@ class MultiTurnEnvironment(ExampleEnvironment):
             conversation.say(said)
             if number == len(turns):
                 break
-            added = messages_of(self.respond(conversation))
+            added = messages_of(self.respond(conversation), f"{type(self).__name__}.respond")
             conversation.messages += added
             if isinstance(prompt, str):
                 earlier += [said, _joined(added)]
@@ -456,8 +462,8 @@ def _at_own_pace(inference_ctx: InferenceContext, attempts: Sequence[_Attempt]) 
             done.result()
 
 
-def messages_of(reply: Reply) -> list[Message]:
-    """What an environment says, as chat messages.
+def messages_of(reply: Reply, source: str) -> list[Message]:
+    """What an environment says, as chat messages; `source` is who says it, for the message.
 
     Raises:
         EnvironmentFailure: it is neither text nor messages with a role and text.
@@ -468,17 +474,17 @@ def messages_of(reply: Reply) -> list[Message]:
         else [reply]
         if isinstance(reply, Mapping)
         else list(reply)
-        if isinstance(reply, Sequence)
+        if isinstance(reply, Sequence) and not isinstance(reply, bytes)
         else [reply]
     )
     for message in messages or [None]:
         is_message = isinstance(message, Mapping) and isinstance(message.get("content"), str | list)
         if not is_message or message.get("role") not in ("user", "tool", "system"):
             raise EnvironmentFailure(
-                f"respond returned {message!r:.100}: give text, or messages {{'role': 'user' or 'tool', 'content': …}}"
+                f"{source} returned {message!r:.100}: give text, or messages {{'role': 'user' or 'tool', 'content': …}}"
             )
     return messages
 
 
 def _joined(messages: Sequence[Message]) -> str:
-    return "".join(str(message["content"]) for message in messages)
+    return "".join(content_of(message) for message in messages)

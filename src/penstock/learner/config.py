@@ -179,17 +179,21 @@ class LossConfig(FrozenConfig, frozen=True):
         if self.module is None:
             return None
         found = load_attribute(self.module, "learner.loss.module")
+        if not callable(found):
+            raise ConfigError(f"learner.loss.module {self.module!r} is a {type(found).__name__}: name its class")
         try:
             made = found()
-        except Exception as error:  # whatever the user's class raises
+        except (Exception, SystemExit) as error:  # whatever the user's class raises
             raise ConfigError(
                 f"learner.loss.module {self.module!r}: making one raised {type(error).__name__}: {error}; it takes no "
                 "arguments"
             ) from error
-        if not isinstance(made, RLLossModule):
+        methods = ("compute_advantages", "loss")
+        lacking = " and no ".join(name for name in methods if not callable(getattr(made, name, None)))
+        if lacking or not isinstance(made, RLLossModule):
             raise ConfigError(
-                f"learner.loss.module {self.module!r} gives a {type(made).__name__}, which lacks compute_advantages or "
-                "loss; docs/learner.md shows one of ten lines"
+                f"learner.loss.module {self.module!r} gives a {type(made).__name__}, which has no {lacking}; "
+                "docs/learner.md shows one of ten lines"
             )
         return made
 

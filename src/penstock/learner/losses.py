@@ -22,9 +22,11 @@ which it always lies whole.
 Not covered: values (`penstock.learner.critic`); a KL in the reward (`penstock.batch.with_kl_in_reward`).
 """
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +35,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from penstock.batch.advantages import ADVANTAGES
-from penstock.learner.config import Aggregation, CorrectionConfig, LossConfig
+from penstock.learner.config import Aggregation, CorrectionConfig, LearnerConfig, LossConfig
 from penstock.learner.head import HeadOutputs
 from penstock.learner.loss_terms import KlConfig
 from penstock.types import ConfigError, RLLossModule, RolloutGroup
@@ -300,16 +302,21 @@ def own_token_loss(module: RLLossModule, inputs: LossInputs) -> TokenLoss:
     name = f"learner.loss.module: {type(module).__name__}.loss"
     try:
         made: Any = module.loss(inputs)
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        asks = isinstance(error, TypeError | AttributeError) and inputs.reference_logprobs is None
+        hint = "; reference_logprobs is None unless learner.kl.reference names one" if asks else ""
         raise ConfigError(
-            f"{name} raised {type(error).__name__}: {error} (PENSTOCK_TRACEBACK=1 shows where)"
+            f"{name} raised {type(error).__name__}: {error}{hint} (PENSTOCK_TRACEBACK=1 shows where)"
         ) from error
     terms = made if isinstance(made, TokenLoss) else TokenLoss(made)
     shape, dtype = getattr(terms.loss, "shape", None), getattr(terms.loss, "dtype", None)
     if shape != inputs.real.shape or dtype != jnp.float32:
+        if inspect.iscoroutine(made):
+            made.close()
+        given = type(terms.loss).__name__ if shape is None else f"{dtype} {list(shape)}"
         raise ConfigError(
-            f"{name} gave {type(terms.loss).__name__} of shape {shape} and dtype {dtype}: it must be float32 "
-            f"{list(inputs.real.shape)}, one for each token; the learner sums them up"
+            f"{name} gave {given}: it must be float32 {list(inputs.real.shape)}, one for each token; the learner sums "
+            "them up"
         )
     for field in ("clipped", "bounded"):
         told: Any = jnp.asarray(getattr(terms, field))
@@ -319,6 +326,22 @@ def own_token_loss(module: RLLossModule, inputs: LossInputs) -> TokenLoss:
                 f"{list(inputs.real.shape)}, where each token was {field}; or leave it out"
             )
     return terms
+
+
+def check_own_loss(config: LearnerConfig) -> None:
+    """Traces a loss of one's own over the tokens of a micro-batch, where there is one; nothing is computed.
+
+    Raises:
+        ConfigError: it cannot be made, raises, or gives anything but the loss of each token.
+    """
+    module = config.loss.load_module()
+    if module is None:
+        return
+    n = config.micro_batch_rows * config.row_length
+    numbers, sequence, real = (jax.ShapeDtypeStruct((n,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.bool_))
+    reference = numbers if config.reads_reference else None
+    traced: Any = (numbers, numbers, numbers, numbers, numbers, sequence, real, reference)
+    jax.eval_shape(partial(own_token_loss, module), LossInputs(*traced))
 
 
 def supervised_token_loss(inputs: LossInputs) -> TokenLoss:

@@ -72,6 +72,25 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
     return dump_yaml(config.dump()) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments)
 
 
+def check_code(config: "RunConfig | FleetRunConfig") -> None:
+    """Makes what a run of a language policy imports, environments, batch makers and loss, and lets go of it.
+
+    Simulators and networks of a control policy are made by `describe_plan`, which asks them what they show.
+
+    Raises:
+        ConfigError: as where the run would begin.
+    """
+    if not isinstance(config, RunConfig):
+        return
+    from penstock.learner.losses import check_own_loss  # only what one kind of run needs is loaded
+    from penstock.overseer.language.kind import LanguageKind
+
+    if config.replay.from_rollouts is None:
+        LanguageKind.of(config).check(config)
+    else:
+        check_own_loss(config.learner)
+
+
 def _adapter_lines(model: ModelConfig, config: RunConfig) -> list[str]:
     if model.lora is None:
         return []

@@ -163,6 +163,8 @@ def request_run(
         alike = difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=_ALIKE)
         if meant := _MEANT.get(name) or "".join(alike):
             raise ConfigError(f"unknown argument {name}: did you mean {meant}?")
+    if not isinstance(run_dir, str | Path | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"run_dir is {run_dir!r:.60}: it must be a path; name other arguments, such as environment=…")
     named = "run" if isinstance(config, BaseModel) else str(config)
     if config is None:
         if not resume:

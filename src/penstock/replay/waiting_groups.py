@@ -13,12 +13,13 @@ In memory only, without locks: the pool holds its own.
 """
 
 import heapq
+import inspect
 import logging
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -380,13 +381,21 @@ def _guarded(maker: AnyMaker, method: str, *arguments: Any) -> Any:
         return getattr(maker, method)(*arguments)
     except PenstockError:
         raise
-    except Exception as error:  # whatever a user's class raises
+    except (Exception, SystemExit) as error:  # whatever a user's class raises
         raise RunFailed(
             f"the batch maker's {type(maker).__name__}.{method} raised {type(error).__name__}: {error}"
         ) from error
 
 
-def _checked(maker: AnyMaker, examples: Any) -> list[TrainingExample]:
+def _checked(maker: AnyMaker, made: Any) -> list[TrainingExample]:
+    if not isinstance(made, list | tuple):
+        if inspect.iscoroutine(made):
+            made.close()
+        raise RunFailed(
+            f"{type(maker).__name__}.create_batch returned {made!r:.100}: it must be a list, or None while there is "
+            "too little for a batch"
+        )
+    examples = cast(Sequence[Any], made)
     wrong = next((example for example in examples if not isinstance(example, RLExample | FragmentExample)), None)
     if wrong is not None:
         raise RunFailed(

@@ -20,6 +20,7 @@ import numpy as np
 
 from penstock.curriculum import Curriculum, CurriculumConfig, CurriculumEvent, LessonConfig
 from penstock.environments import Environment, load_environment, validate_groups, validate_metrics
+from penstock.environments.base import pair_of
 from penstock.inference.agents import AgentEndpoint
 from penstock.inference.config import EngineConfig
 from penstock.types import (
@@ -273,9 +274,10 @@ class RolloutManager:
         asked = _NotedContext(context or self.context, self._agents)
         try:
             if problems is None:
-                found, numbers = environment.sample(asked, n_examples, n_generations, decoding, rng, mode)
+                sampled = environment.sample(asked, n_examples, n_generations, decoding, rng, mode)
             else:
-                found, numbers = environment.sample_problems(asked, problems, n_generations, decoding, rng)
+                sampled = environment.sample_problems(asked, problems, n_generations, decoding, rng)
+            found, numbers = pair_of(sampled, environment.name)
             groups = validate_groups(found, n_examples, n_generations, environment.name)
             metrics = validate_metrics(numbers, environment.name)
         except PenstockError:
@@ -422,9 +424,17 @@ class RolloutManager:
             if self._stop_engine is not None:
                 closing.callback(self._stop_engine)
             for environment in environments.values() if close_environments else ():
-                closing.callback(environment.close)
+                closing.callback(_close, environment)
             if self._agents is not None:
                 closing.callback(self._agents.close)
+
+
+def _close(environment: Environment) -> None:
+    """One that would end the process must not: what was trained is yet to be told."""
+    try:
+        environment.close()
+    except SystemExit as error:
+        raise EnvironmentFailure(f"{type(environment).__name__}.close raised SystemExit: {error}") from error
 
 
 class _NotedContext:

@@ -107,10 +107,8 @@ def load_module(module_name: str, path: str, field: str) -> ModuleType:
         hint = nearest(module_name, _siblings(error.name))
         where = hint or ": it must be installed, on PYTHONPATH or in the working directory"
         raise ConfigError(f"{field} {path!r}: no module named {error.name!r}{where}") from error
-    except Exception as error:  # whatever the user's module raises
-        raise ConfigError(
-            f"{field} {path!r}: importing {module_name} raised {type(error).__name__}: {error}"
-        ) from error
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
+        raise ConfigError(f"{field} {path!r}: importing {module_name} raised {_in_words(error)}") from error
 
 
 def locate(path: str) -> str | None:
@@ -180,10 +178,16 @@ def _import_file(file: Path, path: str, field: str) -> ModuleType:
         module_spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception | SystemExit):
             raise
-        raise ConfigError(f"{field} {path!r}: importing {file} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{field} {path!r}: importing {file} raised {_in_words(error)}") from error
     return module
+
+
+def _in_words(error: BaseException) -> str:
+    is_script = isinstance(error, SystemExit)  # it would end the run, and say nothing
+    remedy = "; it ends the process where it is imported: put that under if __name__ == '__main__'" if is_script else ""
+    return f"{type(error).__name__}: {error}{remedy}"
 
 
 def _siblings(missing: str) -> list[str]:

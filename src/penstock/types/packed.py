@@ -8,7 +8,7 @@ again; members of one group share what is the same for all of them.
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields
 from operator import attrgetter
 from typing import Any, NamedTuple, final
 
@@ -207,6 +207,11 @@ class PackedRollout:
             rewards_by_function=self.rewards_by_function,
             timings=self.timings,
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(self, name):  # like a `Rollout` it is read only: a user's batch maker or loss is given it
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         return describe_rollout(self)

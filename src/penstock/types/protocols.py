@@ -299,7 +299,8 @@ class RLLossModule(Protocol):
     def loss(self, inputs: Any) -> Any:
         """The loss of each token: float32 [n] or a `penstock.learner.TokenLoss`, from a `penstock.learner.LossInputs`.
 
-        It is traced by JAX, once. The learner weighs the tokens (`learner.loss.aggregation`) and adds them up.
+        It is traced by JAX, to be tried and then for each shape. The learner weighs the tokens
+        (`learner.loss.aggregation`) and adds them up.
         """
         ...
 

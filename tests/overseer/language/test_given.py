@@ -138,6 +138,13 @@ def test_given_functions_weigh_one_each_whatever_those_weighed_that_they_replace
     assert set(arguments) == {"path", "reward"} and len(arguments["reward"]) == n
 
 
+@pytest.mark.parametrize("reward", [3, [len, 3], (each for each in [len])])
+def test_a_reward_that_is_no_function_is_refused(rows: str, run_dir: Path, reward):
+    with pytest.raises(ConfigError, match=r"^reward has .*: give a function, its path .*, or a list of both$"):
+        penstock.train(of_rows(rows), run_dir, reward=reward)
+    assert not run_dir.exists()
+
+
 def test_of_several_lessons_it_is_said_which_is_meant(rows: str, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = two_lessons()
@@ -176,7 +183,25 @@ def test_objects_are_refused_under_ray_before_anything_is_written(run_dir: Path,
     assert not run_dir.exists()
 
 
+def test_problems_that_cannot_be_made_are_refused_before_anything_is_written(run_dir: Path):
+    class Lost(Vowels):
+        def train_examples(self):
+            return [Example("stone", Path("no_such_file.txt").read_text())]
+
+    class Five(Vowels):
+        def training_set(self):
+            return 5
+
+    with pytest.raises(ConfigError, match=r"Lost': making its problems raised FileNotFoundError: .*no_such_file\.txt"):
+        penstock.train(tiny(), run_dir, environment=Lost)
+    with pytest.raises(ConfigError, match=r"Five': training_set returned 5: it must be a penstock\.types\.ProblemSet"):
+        penstock.train(tiny(), run_dir, environment=Five)
+    assert not run_dir.exists()
+
+
 def test_what_cannot_be_given_is_refused(run_dir: Path):
+    with pytest.raises(ConfigError, match=r"^run_dir is <class '.*Vowels'>: it must be a path"):
+        penstock.train("cats", Vowels)  # pyright: ignore[reportArgumentType]
     with pytest.raises(
         ConfigError, match=r"^reward is given, and penstock\.\S+\.CatsEnvironment takes none: it scores"
     ):

@@ -69,6 +69,11 @@ def take_objects(
                 f"reward and environment are both given for lesson {name!r}: give the function to the environment"
             )
         several = [given] if isinstance(given, str) or not isinstance(given, Sequence) else given
+        for each in several:
+            if not isinstance(each, str) and not callable(each):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ConfigError(
+                    f"reward has {each!r:.60}: give a function, its path (rewards.py:score), or a list of both"
+                )
         functions = [_anchored(each) if isinstance(each, str) else each for each in several]
         spec = configs[name].spec
         others = {key: value for key, value in spec.env_args.items() if key != "reward_weights"}

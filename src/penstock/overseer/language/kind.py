@@ -12,6 +12,7 @@ from penstock.environments import Environment, load_environment
 from penstock.inference import InferenceEngine
 from penstock.learner import Learner, load_checkpoint
 from penstock.learner.checkpoints import read_state
+from penstock.learner.losses import check_own_loss
 from penstock.learner.reference import check_reference
 from penstock.model.language import Decoder, load_policy, named_arrays
 from penstock.model.language.config import ModelConfig, read_shape
@@ -327,6 +328,7 @@ class LanguageKind:
         made = {name: known[name] if name in known else load_environment(one.environment.spec) for name, one in lessons}
         problem_rules(config, made)  # a mistake here or below is found before anything is written
         make_batch_makers(config, {environment.name for environment in made.values()})
+        check_own_loss(config.learner)
         _check_agents(config, made)
         _check_best(config, made)
         return cls(made, factories, objects=() if given is None else given.words)

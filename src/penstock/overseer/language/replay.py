@@ -47,6 +47,8 @@ from penstock.types import (
     Caller,
     ConfigError,
     NoProgressError,
+    PenstockError,
+    ProblemSet,
     RetryingCaller,
     RLExample,
     RolloutGroup,
@@ -215,6 +217,25 @@ def arrived_examples(
     return found
 
 
+def _training_set(environment: Environment, env_class: str) -> ProblemSet | None:
+    """`Environment.training_set`, which may be a user's, or read files that are."""
+    try:
+        problems: Any = environment.training_set()
+    except PenstockError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        raise ConfigError(
+            f"env_class {env_class!r}: making its problems raised {type(error).__name__}: {error} "
+            "(PENSTOCK_TRACEBACK=1 shows where)"
+        ) from error
+    if not isinstance(problems, ProblemSet | None):
+        raise ConfigError(
+            f"env_class {env_class!r}: training_set returned {problems!r:.60}: it must be a penstock.types.ProblemSet, "
+            "or None where problems are made without an end"
+        )
+    return problems
+
+
 def problem_rules(config: RunConfig, environments: Mapping[str, Environment]) -> dict[str, ProblemRules]:
     """The lessons whose problems are trained once per epoch, with what tickets are drawn by.
 
@@ -223,14 +244,15 @@ def problem_rules(config: RunConfig, environments: Mapping[str, Environment]) ->
         environments: By lesson; one that is missing has no epochs.
 
     Raises:
-        ConfigError: an order or retries are asked for where problems are made without an end.
+        ConfigError: a problem set cannot be made, or an order or retries are asked for where problems are made without
+            an end.
     """
     found: dict[str, ProblemRules] = {}
     for lesson_id, environment in environments.items():
         lesson = config.curriculum.lessons[lesson_id]
         if lesson.order == "iid":
             continue
-        problems = environment.training_set()
+        problems = _training_set(environment, lesson.environment.env_class)
         if problems is not None:
             found[lesson_id] = ProblemRules(problems.size, problems.digest, lesson.order, lesson.problem_retries)
             continue
