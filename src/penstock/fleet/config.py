@@ -19,7 +19,7 @@ class SimulatorConfig(BaseModel):
 
     id: str
     kwargs: dict[str, Any] = {}
-    share: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    share: float = Field(default=1.0, gt=0)
 
 
 class SimulatorLimits(BaseModel):

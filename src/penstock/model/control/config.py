@@ -79,8 +79,8 @@ class ControlModelConfig(BaseModel):
     memory_heads: int = Field(default=4, ge=1)
     memory_window: int = Field(default=32, ge=1)
     value_network: Literal["shared", "separate"] = "shared"
-    policy_gain: float = Field(default=0.01, ge=0, allow_inf_nan=False)
-    value_gain: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    policy_gain: float = Field(default=0.01, ge=0)
+    value_gain: float = Field(default=1.0, ge=0)
     initial_log_std: float = 0.0
     state_dependent_std: bool = False
     log_std_range: tuple[float, float] = (-5.0, 2.0)

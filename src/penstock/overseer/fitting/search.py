@@ -266,9 +266,9 @@ def smallest_change(
         elif (found := attempt(change, run, changed)) is not None:
             break
     for change, run, changed in put_off:  # smaller ones, that might fit where the formulas say the most
-        if estimated(run, changed) * min(ratios) <= capacity:
-            if (smaller := attempt(change, run, changed)) is not None:
-                return smaller
+        likely = estimated(run, changed) * min(ratios) <= capacity
+        if likely and (smaller := attempt(change, run, changed)) is not None:
+            return smaller
     return found or Remedy((), 0)
 
 

@@ -56,8 +56,8 @@ _OF_UPDATE = "train/optimizer_steps"
 
 CHANGEABLE = "learner."
 """What another update of the same data may have otherwise."""
-_NOT_OF_UPDATES = re.compile(r"learner\.(parity|warm_start|allow_truncated_sampling|max_non_finite_updates)\b")
-"""What of it says nothing of an update: how a run begins, samples, is checked and ends."""
+_NOT_OF_UPDATES = re.compile(r"learner\.(parity|warm_start|allow_truncated_sampling)\b")
+"""What of it says nothing of an update: how a run begins, samples and is checked."""
 
 
 @dataclass(frozen=True, slots=True)
