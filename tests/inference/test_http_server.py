@@ -14,11 +14,11 @@ import openai
 import pytest
 from tests.certificates import write_certificate
 
-from penstock.inference import EngineConfig, HttpServer, ServeConfig, create_app, serve
+from penstock.inference import EngineConfig, HttpServer, ServeConfig, create_app, http_server, serve
 from penstock.inference.serving import model_directory
 from penstock.model.language import save_decoder
 from penstock.text import Tokenizer
-from penstock.types import CheckpointError, ConfigError, RunFailed
+from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFailed
 
 WAIT_S = 60.0
 
@@ -120,6 +120,26 @@ def test_a_certificate_that_cannot_be_used_is_told_before_anything_starts(served
     _, encrypted = write_certificate(other, password=b"secret")
     with pytest.raises(ConfigError, match="unencrypted key"):  # and does not ask the terminal for the password
         HttpServer(app, tls_cert=other / "cert.pem", tls_key=encrypted)
+
+
+def test_a_server_that_does_not_stop_says_where_it_stands(monkeypatch):
+    monkeypatch.setattr(http_server, "CLOSE_S", 0.2)
+    entered, leave = threading.Event(), threading.Event()
+
+    async def stuck(scope, receive, send):
+        entered.set()
+        leave.wait(WAIT_S)  # holds the whole event loop
+
+    server = HttpServer(stuck, stop_timeout_s=0.1)
+    server.start()
+    with socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port)) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: penstock\r\n\r\n")
+        assert entered.wait(WAIT_S)
+        with pytest.raises(NoProgressError, match=r"not stop within 0.3 s: its thread is in wait .*threading.py"):
+            server.stop()
+        monkeypatch.undo()
+        leave.set()
+        server.stop()
 
 
 def test_a_server_that_cannot_start_says_why(served_engine, codec, monkeypatch):

@@ -3,7 +3,9 @@
 import asyncio
 import socket
 import ssl
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +23,9 @@ from penstock.types import ConfigError, NoProgressError, RunFailed
 
 MOST_PENDING = 1024
 """Connections that wait to be accepted."""
+
+CLOSE_S = 20.0
+"""The thread may take so long to end after open requests were cancelled."""
 
 CHECK_EVERY = 5
 """Ticks of uvicorn, 0.1 s each, between two checks of all connections' limits."""
@@ -104,14 +109,18 @@ class HttpServer:
         """Ends open connections and the thread.
 
         Raises:
-            NoProgressError: it did not end in time.
+            NoProgressError: it did not end in time; the message says where its thread stands.
         """
         self._server.should_exit = True
         if self._thread.ident is not None:
-            limit_s = self._stop_timeout_s + 5.0  # uvicorn cancels requests at the limit, then closes
+            limit_s = self._stop_timeout_s + CLOSE_S  # uvicorn cancels requests at the limit, then closes
             self._thread.join(limit_s)
             if self._thread.is_alive():
-                raise NoProgressError(f"the HTTP server did not stop within {limit_s} s")
+                stands = traceback.extract_stack(sys._current_frames().get(self._thread.ident))[-1]
+                raise NoProgressError(
+                    f"the HTTP server did not stop within {limit_s:g} s: its thread is in {stands.name} "
+                    f"({stands.filename}, line {stands.lineno})"
+                )
         self._socket.close()
 
     def _run(self) -> None:
