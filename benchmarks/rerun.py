@@ -96,7 +96,7 @@ def kill_worker(run: "subprocess.Popen[bytes]", folder: Path, after: int) -> Non
         except subprocess.TimeoutExpired:
             pass
         else:
-            raise RuntimeError(f"the run ended before {VICTIM} could be killed")
+            raise RuntimeError(f"the run ended before {VICTIM} could be killed; it said {folder.with_suffix('.log')}")
         if len(updates_of(folder)) >= after:
             os.kill(read_status(folder / "status.json")["components"][VICTIM]["pid"], signal.SIGKILL)
             return
