@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from penstock.overseer.config_loading import load_config
 from penstock.rundir import RunDirectory
@@ -187,3 +188,16 @@ def test_a_learning_rate_that_is_no_number_is_refused_on_resume(penstock, tmp_pa
     done = penstock("train", "--resume", "mine", "learner.optimizer.learning_rate=.nan")
     expect_refusal(done, "learner.optimizer.learning_rate is nan")
     assert sorted(path.name for path in run.path.iterdir()) == before
+
+
+def test_a_recipe_named_at_a_resume_is_told_where_it_differs(penstock, tmp_path):
+    run = RunDirectory.create(tmp_path / "mine", load_config("cats", ["steps=50"]).dump())
+    (run.checkpoints / "step-1").mkdir()
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(load_config("cats", ["steps=405", "seed=7"]).dump()))
+    done = penstock("train", "own.yaml", "--resume", "mine", "--dry-run", "steps=60")
+    assert done.stderr.splitlines() == [
+        "own.yaml differs in seed (7; the run has 0): a resume goes on with the run's own config; what is to change is "
+        "said as KEY=VALUE"
+    ]
+    assert done.stdout.startswith("seed: 0\nsteps: 60\n")
+    assert penstock("train", "cats", "--resume", "--run-dir", "mine", "--dry-run", "steps=60").stderr == ""

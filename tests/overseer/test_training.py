@@ -176,7 +176,7 @@ def test_a_perturbed_weight_on_one_side_stops_the_run_at_start_up(run_dir: Path,
         train(tiny(), run_dir, quiet=True)
     assert read_status(run_dir / "status.json")["state"] == "failed"
     events = read_events(run_dir / "events.jsonl")
-    assert events[-1]["error"] == "MismatchError"
+    assert [event["error"] for event in events if event["event"] == "failure"] == ["MismatchError"]
     assert not [event for event in events if event["event"] == "evaluation"]  # none was paid for
 
 

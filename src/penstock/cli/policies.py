@@ -1,11 +1,12 @@
 """Commands that make a policy or use one: train, eval, generate, serve, export."""
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +20,13 @@ from penstock.cli.arguments import (
     recorded_config,
     refuse_run_directory,
 )
+from penstock.text.safe_text import printable
 
+if TYPE_CHECKING:
+    from penstock.overseer import FleetRunConfig, RunConfig
+
+MOST_TOLD = 5
+"""Keys in which a recipe differs from a run that are named."""
 commands = typer.Typer()
 
 
@@ -70,6 +77,7 @@ def train(
     if resume:
         source, directory = _resumed(names, run_dir)
         config = recorded_config(directory, changes, trust)
+        _tell_differences(names if run_dir is not None else names[:-1], changes, config)
     else:
         source, directory = only(names, "the recipe", "penstock train cats steps=50"), run_dir
         _refuse_trust(trust, "--resume")
@@ -281,12 +289,31 @@ def export(
 
 
 def _resumed(names: Sequence[str], run_dir: Path | None) -> tuple[str, Path]:
-    """The recorded config as a recipe, and the run directory; a recipe's name beside it says nothing new."""
+    """The recorded config as a recipe, and the run directory; a recipe beside it changes nothing."""
     example = "penstock train --resume runs/cats-1"
     directory = run_dir if run_dir is not None else Path(only(names[-1:], "the run directory", example))
     from penstock.rundir import RunDirectory
 
     return str(RunDirectory.open_existing(directory).config_path), directory
+
+
+def _tell_differences(recipes: Sequence[str], changes: Sequence[str], config: "RunConfig | FleetRunConfig") -> None:
+    """Says where a recipe that is named at a resume differs from what the run goes on with."""
+    from penstock.overseer.config_loading import differences, load_config
+
+    for recipe in recipes:
+        found = differences(config.dump(), load_config(recipe, changes).dump())
+        told = [f"{key} ({theirs}; the run has {ours})" for key, (ours, theirs) in found.items()]
+        if told:
+            more = f" and {len(told) - MOST_TOLD} more" if len(told) > MOST_TOLD else ""
+            print(
+                printable(
+                    f"{recipe} differs in {', '.join(told[:MOST_TOLD])}{more}: a resume goes on with the run's own "
+                    "config; what is to change is said as KEY=VALUE"
+                ),
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _run_of(checkpoint: Path) -> Path:

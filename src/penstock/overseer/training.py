@@ -21,7 +21,7 @@ from penstock.inference.config import is_loopback
 from penstock.learner import newest_good_checkpoint, read_states
 from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig
-from penstock.overseer.config_loading import load_config, load_recorded_config
+from penstock.overseer.config_loading import differences, load_config, load_recorded_config
 from penstock.overseer.kind import PolicyKind
 from penstock.overseer.progress import Progress
 from penstock.overseer.run import Run, step_of
@@ -438,8 +438,7 @@ def _record_changes(directory: RunDirectory, config: "RunConfig | FleetRunConfig
             f"replay.store.url is {config.replay.store.url}, but the rollouts of {directory.path} are at "
             f"{url or 'its own folder'}: leave it out, a run stays where it began"
         )
-    old, new = _flat(directory.read_config()), _flat(config.dump() | {"versions": _versions()})
-    changes = {key: [old.get(key), new.get(key)] for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
+    changes = differences(directory.read_config(), config.dump() | {"versions": _versions()})
     for key in ("model.path", "model.initial_checkpoint"):  # a checkpoint needs neither, so that nothing else looks
         before, now = changes.get(key, (None, None))
         if now is not None and not Path(now).is_dir():
@@ -448,13 +447,6 @@ def _record_changes(directory: RunDirectory, config: "RunConfig | FleetRunConfig
     if config.overseer.private:
         directory.make_private()
     directory.write_config(config.dump() | {"versions": _versions()})
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _versions() -> dict[str, str]:

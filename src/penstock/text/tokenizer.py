@@ -130,7 +130,10 @@ class Tokenizer:
             reason = "it has no tokenizer.json" if directory.is_dir() else "there is no such directory"
             inside = directory / "model"  # of a run's checkpoint
             named = str(inside) if (inside / "tokenizer.json").is_file() else "a directory with a fast tokenizer"
-            raise ConfigError(f"tokenizer {str(path)!r}: {reason}: give {named}, or {PACKAGED!r}")
+            got = "; nothing is downloaded (huggingface-cli download ID --local-dir DIR makes one of a hub's id)"
+            raise ConfigError(
+                f"tokenizer {str(path)!r}: {reason}: give {named}, or {PACKAGED!r}{'' if directory.is_dir() else got}"
+            )
         contents = {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
         stop_ids = _generation_stop_ids(directory)
         facts = _plain_facts(directory) or _Facts.of(_load_fast(directory))

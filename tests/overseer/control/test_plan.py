@@ -1,11 +1,13 @@
 """What a fleet run would consist of: sizes from one simulator, or why there is none."""
 
+import pytest
+
 from penstock.overseer.config_loading import build_config
 from penstock.overseer.control.plan import SIMULATOR_BYTES, estimate_fleet_memory
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.plan import describe_plan
 from penstock.rundir.yaml_documents import parse_yaml
-from penstock.types import LeafSpace, Spaces
+from penstock.types import ConfigError, LeafSpace, Spaces
 from tests.overseer.test_control_config import build
 
 
@@ -21,8 +23,13 @@ def test_the_plan_is_a_recipe_with_sizes_and_components():
         assert words in text
 
 
-def test_without_the_simulator_the_plan_says_why():
-    text = describe_plan(build({"fleet": {"tasks": {"pole": {"id": "nowhere:make"}}}}))
+def test_without_the_simulator_the_plan_says_why_where_other_machines_may_make_it():
+    changes = {"fleet": {"tasks": {"pole": {"id": "nowhere:make"}}}}
+    with pytest.raises(
+        ConfigError, match="task 'pole': simulator 'nowhere.make': no module named 'nowhere'"
+    ):
+        describe_plan(build(changes))
+    text = describe_plan(build(changes | {"runtime": "ray"}))
     assert "# Model and memory: unknown, because no simulator can be made here: " in text and "nowhere" in text
     assert "#   checkpoints " in text
 

@@ -13,6 +13,7 @@ from penstock.overseer.config_loading.recorded import (
     CODE_KEYS,
     EVALUATED,
     NamedCode,
+    differences,
     load_recorded_config,
     named_code,
     with_what_follows,
@@ -21,6 +22,6 @@ from penstock.overseer.config_loading.suggestions import Suggestion, suggest
 
 __all__ = [
     "CODE_KEYS", "EVALUATED", "ConfigKey", "NamedCode", "Suggestion", "all_keys", "apply_overrides", "build_config",
-    "is_key", "is_secret", "keys_at", "load_config", "load_recipe", "load_recorded_config", "named_code",
+    "differences", "is_key", "is_secret", "keys_at", "load_config", "load_recipe", "load_recorded_config", "named_code",
     "recipe_summaries", "split_words", "suggest", "with_what_follows",
 ]  # fmt: skip

@@ -345,7 +345,8 @@ def build_config(model: type[Config], values: Mapping[str, Any], source: str = "
         ) from error
     except ValidationError as error:
         first, *others = describe_validation_error(model, values, error)
-        more = f" (and {len(others)} more: {', '.join(where for where, _ in others)})" if others else ""
+        where = [key for key, _ in others if f"did you mean {key}?" not in first[1]]  # missing, for it is misspelt
+        more = f" (and {len(where)} more: {', '.join(where)})" if where else ""
         raise ConfigError(f"{prefix}{first[1]}{more}") from error
     for path, value in _booleans_for_numbers(made, values):
         raise ConfigError(f"{prefix}{'.'.join(path)} is {str(value).lower()}: it must be a number")

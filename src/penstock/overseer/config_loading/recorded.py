@@ -186,3 +186,17 @@ def _is_built_in(key: str, value: str) -> bool:
 
         return ":" not in value or value.partition(":")[0] in {name.partition(":")[0] for name in simulator_ids()}
     return False
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What differs between two configs: by key, what one has and the other; None where a key is missing."""
+    old, new = _flat(before), _flat(after)
+    keys = [*old, *(key for key in new if key not in old)]
+    return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

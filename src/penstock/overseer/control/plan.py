@@ -82,7 +82,11 @@ def estimate_fleet_memory(
 
 
 def describe_fleet_plan(config: FleetRunConfig) -> str:
-    """The config as YAML, followed by policy, memory estimate and components as comments."""
+    """The config as YAML, followed by policy, memory estimate and components as comments.
+
+    Raises:
+        ConfigError: a simulator cannot be made here, where the run would make them, or the policy cannot be.
+    """
     comments = [*_size_lines(config), "", "Components:", *_component_lines(config)]
     return dump_yaml(config.dump()) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments)
 
@@ -93,6 +97,8 @@ def _size_lines(config: FleetRunConfig) -> list[str]:
     try:
         spaces = probe_spaces(config)
     except PenstockError as error:
+        if config.runtime == "local":
+            raise
         return [f"Model and memory: unknown, because no simulator can be made here: {' '.join(str(error).split())}"]
     from penstock.learner import ControlLearner
     from penstock.overseer.control.policies import count_parameters, make_policy, state_bytes
