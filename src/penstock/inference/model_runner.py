@@ -72,44 +72,36 @@ class CompiledSteps(NamedTuple):
     score: Callable[..., Any]
 
 
-def _on_one_device(options: Any = None) -> CompiledSteps:
+def _jitted(options: Any = None, split: "ModelSplit | None" = None) -> CompiledSteps:
     jit = functools.partial(jax.jit, compiler_options=options)
+    caches: Any = {} if split is None else {"out_shardings": split.cache}
+    answers: Any = {} if split is None else {"out_shardings": (split.cache, split.whole)}
     return CompiledSteps(
-        create=jax.jit(create_cache, static_argnums=(0, 1, 2)),
-        decode=jit(decode, static_argnames=HOW_DECODED, donate_argnames="cache"),
-        prefill=jit(prefill, static_argnames="kernel"),
-        extend=jit(extend, donate_argnames="cache"),
-        insert=jit(insert, donate_argnames="cached"),
-        fork=jit(fork, donate_argnames="cached"),
-        resize=jit(resize, static_argnames="window"),
-        score=jit(score, static_argnames="alternatives", donate_argnames="cache"),
+        create=jax.jit(create_cache, static_argnums=(0, 1, 2), **caches),
+        decode=jit(decode, static_argnames=HOW_DECODED, donate_argnames="cache", **answers),
+        prefill=jit(prefill, static_argnames="kernel", **caches),
+        extend=jit(extend, donate_argnames="cache", **caches),
+        insert=jit(insert, donate_argnames="cached", **caches),
+        fork=jit(fork, donate_argnames="cached", **caches),
+        resize=jit(resize, static_argnames="window", **caches),
+        score=jit(score, static_argnames="alternatives", donate_argnames="cache", **answers),
     )
 
 
-ONE_DEVICE = _on_one_device()
+ONE_DEVICE = _jitted()
 
 
 @functools.cache
 def light_programs(platform: str, dtype: str) -> CompiledSteps:
     """Those of one device, sooner compiled where `light_compilation` can be."""
     options = light_compilation(platform, dtype, newer_fusions=True)
-    return ONE_DEVICE if options is None else _on_one_device(options)
+    return ONE_DEVICE if options is None else _jitted(options)
 
 
 @functools.cache
 def split_programs(split: "ModelSplit") -> CompiledSteps:
     """The same over several devices; a cache that a program returns lies as the one that it was given."""
-    cache, whole = split.cache, split.whole
-    return CompiledSteps(
-        create=jax.jit(create_cache, static_argnums=(0, 1, 2), out_shardings=cache),
-        decode=jax.jit(decode, static_argnames=HOW_DECODED, donate_argnames="cache", out_shardings=(cache, whole)),
-        prefill=jax.jit(prefill, static_argnames="kernel", out_shardings=cache),
-        extend=jax.jit(extend, donate_argnames="cache", out_shardings=cache),
-        insert=jax.jit(insert, donate_argnames="cached", out_shardings=cache),
-        fork=jax.jit(fork, donate_argnames="cached", out_shardings=cache),
-        resize=jax.jit(resize, static_argnames="window", out_shardings=cache),
-        score=jax.jit(score, static_argnames="alternatives", donate_argnames="cache", out_shardings=(cache, whole)),
-    )
+    return _jitted(split=split)
 
 
 MODEL_AXIS = "model"
