@@ -159,14 +159,14 @@ class FaultyEngine(InferenceEngine):
         self._published: dict[int, Mapping[str, str]] = {}
         UNLIKE.clear()
         super().__init__(*told, **more)
-        self._good = self._batch._runner._programs
+        self._good = self._batch.runner._programs
         decoder, version = told[0], told[1]
         if WITH_DIGESTS:
             self._published[version.step] = digesting.digests_of(named_arrays(decoder))  # type: ignore[attr-defined]
         if fault in FROM_THE_START and version.step >= first:
             given = named_arrays(decoder)
             damaged = WEIGHTS[fault](given, given) if fault in WEIGHTS else given
-            self._batch._runner.load(self._batch.prepare(damaged, None))
+            self._batch.runner.load(self._batch.runner.prepare(damaged, None))
 
     def set_weights(self, version: WeightVersion, weights: Decoder | Mapping[str, Any]) -> None:
         given, before = named_arrays(weights) if isinstance(weights, Decoder) else dict(weights), self._given
@@ -180,7 +180,7 @@ class FaultyEngine(InferenceEngine):
     def _warm_up(self) -> None:
         super()._warm_up()
         if self._fault in PROGRAMS:  # compiled now, or the version that suffers would have no evidence in time
-            runner: Any = self._batch._runner
+            runner: Any = self._batch.runner
             runner._programs = _programs(self._fault)
             for _, run in runner._first_runs(self._batch._slots.rows):
                 run()
@@ -189,7 +189,7 @@ class FaultyEngine(InferenceEngine):
                 runner._programs = self._good
 
     def _take_weights(self) -> None:
-        runner: Any = self._batch._runner
+        runner: Any = self._batch.runner
         before = runner._weights
         super()._take_weights()
         if WITH_DIGESTS and runner._weights is not before:

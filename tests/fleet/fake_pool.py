@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from penstock.fleet.policy import WeightMailbox
 from penstock.fleet.steps import STEP_ROW, ActionBatch, Leaves, StepArrival
 from penstock.types import LeafSpace, RunFailed, Spaces, WeightVersion
 
@@ -268,7 +267,7 @@ class FakeRunner:
         state_size: int = 0,
         inference_s: float = 0.0,
     ) -> None:
-        self.mailbox = WeightMailbox()
+        self.waiting: deque[tuple[WeightVersion, Mapping[str, Any]]] = deque(maxlen=1)
         self.batches: deque[np.ndarray] = deque(maxlen=10_000)
         self.inference_s = inference_s
         self.begun = threading.Event()
@@ -281,7 +280,7 @@ class FakeRunner:
         return self._version
 
     def set_weights(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
-        self.mailbox.put(version, arrays)
+        self.waiting.append((version, arrays))
         if self._version is None:
             self._take()
 
@@ -307,9 +306,9 @@ class FakeRunner:
         return FakePending(decision, time.monotonic() + self.inference_s if self.inference_s else 0.0)
 
     def _take(self) -> None:
-        waiting = self.mailbox.take()
-        if waiting is not None:
-            self._version, self._w = waiting[0], float(waiting[1]["w"][0])
+        while self.waiting:
+            version, arrays = self.waiting.popleft()
+            self._version, self._w = version, float(arrays["w"][0])
 
 
 class ListSink:

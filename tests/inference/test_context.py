@@ -102,8 +102,8 @@ def test_the_tokenizers_stop_tokens_are_the_default(context, codec, monkeypatch)
 
 def test_a_wait_is_limited_and_frees_the_slots(start_engine, config, codec, monkeypatch):
     engine = start_engine(shapes=config.model_copy(update={"request_timeout_s": 0.05}))
-    decode, opened = engine._batch._runner.decode, threading.Event()
-    monkeypatch.setattr(engine._batch._runner, "decode", lambda *rows: (opened.wait(60), decode(*rows))[1])
+    decode, opened = engine._batch.runner.decode, threading.Event()
+    monkeypatch.setattr(engine._batch.runner, "decode", lambda *rows: (opened.wait(60), decode(*rows))[1])
     with pytest.raises(NoProgressError, match="request_timeout_s = 0.05"):
         EngineContext(engine, codec).generate(prompts("ab"), 4, FREE, [1])
     opened.set()

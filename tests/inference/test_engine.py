@@ -36,8 +36,8 @@ class Gate:
 
     def __init__(self, engine, monkeypatch):
         self.dispatches, self.reached, self.opened = 0, threading.Event(), threading.Event()
-        self._decode = engine._batch._runner.decode
-        monkeypatch.setattr(engine._batch._runner, "decode", self.decode)
+        self._decode = engine._batch.runner.decode
+        monkeypatch.setattr(engine._batch.runner, "decode", self.decode)
 
     def decode(self, *rows):
         sampled = self._decode(*rows)
@@ -139,8 +139,8 @@ def test_two_engines_agree_to_the_bit_on_one_submission(start_engine):
 
 
 def test_samples_share_one_prefill_even_when_they_do_not_fit_at_once(engine, monkeypatch):
-    prefilled, prefill = [], engine._batch._runner.prefill
-    monkeypatch.setattr(engine._batch._runner, "prefill", lambda t, s: (prefilled.append(t), prefill(t, s))[1])
+    prefilled, prefill = [], engine._batch.runner.prefill
+    monkeypatch.setattr(engine._batch.runner, "prefill", lambda t, s: (prefilled.append(t), prefill(t, s))[1])
     (group,) = answers(engine, request(prompt=range(60, 66), n=7, seed=2))
     assert len(group) == 7 and len(prefilled) == 1  # 4 slots: three samples copied a neighbour's prompt
     (alone,) = answers(engine, GenerationRequest(group[0].prompt_tokens, request().decoding, 2, 7))
@@ -220,7 +220,7 @@ def test_a_failure_in_the_thread_reaches_everybody(engine, monkeypatch):
     def fail(*_):
         raise cause
 
-    monkeypatch.setattr(engine._batch._runner, "decode", fail)
+    monkeypatch.setattr(engine._batch.runner, "decode", fail)
     futures = engine.submit([request(n=4), request(n=4)])
     assert [future.exception(WAIT_S) for future in futures] == [cause, cause]
     for call in (engine.raise_if_failed, lambda: engine.submit([request()]), lambda: engine.wait_until_ready(1.0)):

@@ -31,7 +31,7 @@ def watched_engine(start_engine, decoder, monkeypatch):
 
     def start(config):
         engine, done = start_engine(decoder, config), []
-        runner = engine._batch._runner
+        runner = engine._batch.runner
         extend, decode = runner.extend, runner.decode
 
         def extending(tokens, slot, start):
@@ -99,14 +99,14 @@ def test_a_cancelled_first_sibling_leaves_the_prompt_to_the_next(watched, start_
     engine, done = watched
     one, other = request(50, 4, seed=1), request(50, 4, seed=2)
     batch, cancelled = engine._batch, []
-    extend = batch._runner.extend
+    extend = batch.runner.extend
 
     def cancelling(tokens, slot, start):
         extend(tokens, slot, start)
         if start == 16 and not cancelled:
             cancelled.append(futures[0].cancel())
 
-    monkeypatch.setattr(batch._runner, "extend", cancelling)
+    monkeypatch.setattr(batch.runner, "extend", cancelling)
     with engine._changed:
         futures = engine.submit([one, other, request(5, 30, n=2)])
     found = futures[1].result(WAIT_S)[0]
@@ -121,14 +121,14 @@ def test_a_cancelled_first_sibling_leaves_the_prompt_to_the_next(watched, start_
 
 def test_a_prompt_of_two_versions_says_the_older(watched, make_decoder, monkeypatch):
     engine, _ = watched
-    extend, new = engine._batch._runner.extend, make_decoder(7)
+    extend, new = engine._batch.runner.extend, make_decoder(7)
 
     def swapping(tokens, slot, start):
         extend(tokens, slot, start)
         if start == 16:
             engine.set_weights(WeightVersion(0, 1), new)
 
-    monkeypatch.setattr(engine._batch._runner, "extend", swapping)
+    monkeypatch.setattr(engine._batch.runner, "extend", swapping)
     (found,) = answers(engine.submit([request(50, 4)]))
     assert set(found.weight_steps.tolist()) == {1} and found.oldest_weight_step == 0
 
@@ -138,7 +138,7 @@ def test_a_pause_waits_for_long_prompts_or_begins_them_again(
     watched, start_engine, decoder, chunked, mode, monkeypatch
 ):
     engine, done = watched
-    extend, reached = engine._batch._runner.extend, threading.Event()
+    extend, reached = engine._batch.runner.extend, threading.Event()
 
     def waiting(tokens, slot, start):
         extend(tokens, slot, start)
@@ -147,7 +147,7 @@ def test_a_pause_waits_for_long_prompts_or_begins_them_again(
             with engine._changed:
                 assert engine._changed.wait_for(lambda: engine._pause is not None, WAIT_S)
 
-    monkeypatch.setattr(engine._batch._runner, "extend", waiting)
+    monkeypatch.setattr(engine._batch.runner, "extend", waiting)
     future = engine.submit([request(50, 12)])[0]
     assert reached.wait(WAIT_S)
     engine.pause(mode, mode == "keep", WAIT_S)

@@ -117,7 +117,7 @@ def test_alternatives_change_nothing_and_others_have_none(engine):
 def test_a_run_compiles_what_it_compiled_before(engine, decoder, config):
     """Nothing that tells alternatives or scores, before somebody asks; then once per shape."""
     fresh = InferenceEngine(decoder, WeightVersion(0, 0), engine._tokenizer, config)
-    assert not any(task.future.done() for task in fresh._batch._runner._rare._tasks.values())
+    assert not any(task.future.done() for task in fresh._batch.runner._rare._tasks.values())
     before = ONE_DEVICE.score._cache_size(), ONE_DEVICE.decode._cache_size()
     result(engine.score([text_of_length(20), text_of_length(40)], alternatives=5))
     first = ONE_DEVICE.score._cache_size()
@@ -128,7 +128,7 @@ def test_a_run_compiles_what_it_compiled_before(engine, decoder, config):
 
 def watched(engine, monkeypatch):
     """What its device does, in order: ("score", start) and "decode"."""
-    runner, done = engine._batch._runner, []
+    runner, done = engine._batch.runner, []
     score, decode = runner.score, runner.decode
 
     def scoring(weights, cache, tokens, start, temperature):
@@ -180,7 +180,7 @@ def test_what_goes_on_from_a_kept_text_does_not_prefill_it(engine, decoder):
 
 def test_a_text_is_scored_by_one_version_whatever_comes_meanwhile(start_engine, decoder, make_decoder, chunked):
     engine, other, text = start_engine(decoder, chunked), make_decoder(5), text_of_length(64)
-    runner, calls = engine._batch._runner, []
+    runner, calls = engine._batch.runner, []
     score = runner.score
 
     def scoring(*given):
@@ -230,7 +230,7 @@ def test_nobody_waits_for_what_is_cancelled(start_engine, decoder, chunked):
 
 def test_a_failure_of_the_device_reaches_who_waits(start_engine, decoder, chunked, monkeypatch):
     engine = start_engine(decoder, chunked)
-    monkeypatch.setattr(engine._batch._runner, "score", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine._batch.runner, "score", lambda *_: 1 / 0)
     (future,) = engine.score([text_of_length(5)])
     with pytest.raises(ZeroDivisionError):
         future.result(WAIT_S)

@@ -77,7 +77,7 @@ def test_new_weights_take_nothing_from_what_others_computed(start_engine, decode
 
 def test_what_two_versions_computed_is_not_kept(start_engine, decoder, make_decoder, shapes, monkeypatch):
     engine, new = start_engine(decoder, shapes), make_decoder(7)
-    decode, dispatches = engine._batch._runner.decode, []
+    decode, dispatches = engine._batch.runner.decode, []
 
     def swapping(*rows):
         dispatches.append(rows)
@@ -86,7 +86,7 @@ def test_what_two_versions_computed_is_not_kept(start_engine, decoder, make_deco
             engine.set_weights(engine.version, new)  # by the same name: who drives a server names them later
         return sampled
 
-    monkeypatch.setattr(engine._batch._runner, "decode", swapping)
+    monkeypatch.setattr(engine._batch.runner, "decode", swapping)
     (first,) = ask(engine, said(0, 9))
     text = [*said(0, 9), *first.response_tokens.tolist(), *said(1)]
     (second,) = ask(engine, text)

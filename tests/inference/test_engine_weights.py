@@ -34,14 +34,14 @@ def forward_logprobs(decoder, completion):
 
 def swap_after_first_dispatch(engine, monkeypatch, version, decoder):
     """Publishes while the first dispatch runs, as a learner would."""
-    decode, swapped = engine._batch._runner.decode, []
+    decode, swapped = engine._batch.runner.decode, []
 
     def decode_and_swap(*rows):
         if not swapped:
             swapped.append(engine.set_weights(version, decoder))
         return decode(*rows)
 
-    monkeypatch.setattr(engine._batch._runner, "decode", decode_and_swap)
+    monkeypatch.setattr(engine._batch.runner, "decode", decode_and_swap)
 
 
 def test_tokens_carry_the_version_that_sampled_them(engine, make_decoder, monkeypatch):
@@ -90,7 +90,7 @@ def test_a_prompt_cached_under_old_weights_is_not_lent_to_new_requests(engine, m
 
 
 def test_only_the_newest_of_several_published_versions_is_served(engine, make_decoder, monkeypatch):
-    runner, loaded = engine._batch._runner, []
+    runner, loaded = engine._batch.runner, []
     load = runner.load
     monkeypatch.setattr(runner, "load", lambda weights: (loaded.append(weights), load(weights))[1])
     first, second = make_decoder(1), make_decoder(2)
@@ -103,7 +103,7 @@ def test_only_the_newest_of_several_published_versions_is_served(engine, make_de
 
 
 def test_generation_goes_on_while_weights_are_brought_into_their_form(engine, make_decoder, monkeypatch):
-    runner, begun, go_on = engine._batch._runner, threading.Event(), threading.Event()
+    runner, begun, go_on = engine._batch.runner, threading.Event(), threading.Event()
     prepare, unstacked_by = runner.prepare, []
 
     def prepare_when_told(arrays, held):
@@ -127,9 +127,9 @@ def test_generation_goes_on_while_weights_are_brought_into_their_form(engine, ma
 def test_an_engine_tells_the_digests_of_what_the_next_dispatch_reads(engine, make_decoder, monkeypatch):
     new, other = make_decoder(9), make_decoder(8)
     assert engine.digests(WAIT_S) == (WeightVersion(0, 0), digests_of(named_arrays(engine_decoder(engine))))
-    prepare = engine._batch._runner.prepare
+    prepare = engine._batch.runner.prepare
     monkeypatch.setattr(
-        engine._batch._runner, "prepare",
+        engine._batch.runner, "prepare",
         lambda *given: eqx.tree_at(lambda w: w.ends.final_norm, prepare(*given), other.final_norm),
     )  # fmt: skip
     engine.set_weights(WeightVersion(0, 5), new)
@@ -186,7 +186,7 @@ def test_a_perturbed_weight_shows_in_the_logprobs(engine, decoder):
 
 def pause_during_first_dispatch(engine, monkeypatch, mode, clear_cache=True):
     """As another thread would, while the first dispatch runs; returns what joins that thread."""
-    decode, pausing = engine._batch._runner.decode, []
+    decode, pausing = engine._batch.runner.decode, []
 
     def decode_and_pause(*rows):
         if not pausing:
@@ -196,7 +196,7 @@ def pause_during_first_dispatch(engine, monkeypatch, mode, clear_cache=True):
             wait_until(lambda: engine._pause is not None, "the pause is asked for")
         return decode(*rows)
 
-    monkeypatch.setattr(engine._batch._runner, "decode", decode_and_pause)
+    monkeypatch.setattr(engine._batch.runner, "decode", decode_and_pause)
 
     def paused():
         wait_until(lambda: pausing, "a dispatch began")
@@ -302,7 +302,7 @@ def deep_engine(make_decoder, codec, config):
 def test_a_swap_has_the_weights_twice_and_nothing_more(deep_engine, make_decoder, monkeypatch, dtype):
     """Given by reference, as in one process; and from host memory, in the engine's dtype and in that of the way."""
     engine, new = deep_engine, make_decoder(9, **DEEP)
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._batch.weights))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._batch.runner.weights))
     given = named_arrays(new) if dtype is None else from_host(new, dtype)
     expected = digests_of({name: jnp.asarray(array, jnp.float32) for name, array in given.items()})
     if dtype is not None:
@@ -320,12 +320,12 @@ def test_a_swap_has_the_weights_twice_and_nothing_more(deep_engine, make_decoder
 
 
 def test_what_is_not_named_stays_as_it_is_served(engine, decoder, make_decoder):
-    before, new = engine._batch.weights, named_arrays(make_decoder(9))
+    before, new = engine._batch.runner.weights, named_arrays(make_decoder(9))
     frozen = ("embedding", "layers.gate", "layers.up")
     engine.set_weights(WeightVersion(0, 1), {name: array for name, array in new.items() if name not in frozen})
     expected = new | {name: named_arrays(decoder)[name] for name in frozen}
     assert engine.digests(WAIT_S) == (WeightVersion(0, 1), digests_of(expected))
-    after = engine._batch.weights
+    after = engine._batch.runner.weights
     assert after.ends.embedding is before.ends.embedding and after.ends.final_norm is new["final_norm"]
     for layer, held in zip(after.layers, before.layers, strict=True):
         assert layer.gate is held.gate and layer.up is held.up and layer.down is not held.down

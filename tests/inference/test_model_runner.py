@@ -113,12 +113,12 @@ def test_an_engine_that_serves_at_once_compiles_what_is_asked_for_and_tells_each
 
 def test_a_program_that_cannot_be_compiled_fails_an_engine_that_serves_already(decoder, codec, config, monkeypatch):
     engine = InferenceEngine(decoder, WeightVersion(0, 0), codec, config)
-    lowered = engine._batch._runner._lowered
+    lowered = engine._batch.runner._lowered
 
-    def broken(rows):
-        return {**lowered(rows), "fork, window 64": lambda: 1 / 0}
+    def broken():
+        return {**lowered(), "fork, window 64": lambda: 1 / 0}
 
-    monkeypatch.setattr(engine._batch._runner, "_lowered", broken)
+    monkeypatch.setattr(engine._batch.runner, "_lowered", broken)
     engine.start(lazily=True)
     assert engine.submit([request(5, 3)])[0].result(WAIT_S)
     engine.compile_rest()
@@ -137,9 +137,9 @@ def test_the_counter_sees_a_compilation(counter):
 @pytest.mark.parametrize("forgets", [True, False])
 def test_the_window_follows_the_longest_sequence_that_is_live_or_kept(start_engine, monkeypatch, forgets):
     engine = start_engine(forgets=forgets)
-    windows, decode = [], engine._batch._runner.decode
+    windows, decode = [], engine._batch.runner.decode
     monkeypatch.setattr(
-        engine._batch._runner, "decode", lambda *rows: (windows.append(engine._batch._runner.window), decode(*rows))[1]
+        engine._batch.runner, "decode", lambda *rows: (windows.append(engine._batch.runner.window), decode(*rows))[1]
     )
     engine.submit([request(4, 20)])[0].result(WAIT_S)
     assert windows == [16, 16, 16, 64, 64]  # positions 3…22, four a dispatch
@@ -196,7 +196,7 @@ def test_rows_that_a_better_program_is_for_do_not_wait_for_it(decoder, forgets):
     """But where what is computed must not hang on when it was compiled: there it is waited for."""
     shapes = EngineConfig(max_slots=6, max_seq_len=40, decode_rows=(1, 2), forgets=forgets)
     runner, told, one = ModelRunner(decoder, shapes), list[str](), rows_of({5: 20})
-    lazy = runner.begin(rows_of({}), lambda done: told.append(done.name))
+    lazy = runner.begin(lambda done: told.append(done.name))
     dense, best = "decode, window 40", "decode, 1 rows by pages, window 40"
     lazy.need(dense)
     assert runner._decode_shape(one)[0] == best
@@ -217,7 +217,7 @@ def test_a_run_compiles_what_truncates_when_a_request_asks(decoder, codec, confi
     for given in (config, runs):
         engine = InferenceEngine(decoder, WeightVersion(0, 1), codec, given)
         engine.start(lazily=True)
-        rare = engine._batch._runner._rare._tasks
+        rare = engine._batch.runner._rare._tasks
         plain, asking = request(5, 9, n=2, seed=3), request(5, 9, n=2, seed=3, top_k=2)
         futures = engine.submit([plain])
         kept = [completion.response_tokens.tolist() for completion in futures[0].result(WAIT_S)]

@@ -66,7 +66,7 @@ def test_what_is_overwritten_in_the_same_admission_lends_nothing(prefixes):
 
 def test_responses_take_the_slots_that_hold_their_prompts_before_others_take_any(decoder, monkeypatch):
     batch = RunningBatch(decoder, CONFIG, ThroughputMeter())
-    runner, done = batch._runner, []
+    runner, done = batch.runner, []
     monkeypatch.setattr(runner, "fork", lambda sources: done.append(sources))
     monkeypatch.setattr(runner, "prefill", lambda tokens, source: done.append(source.tolist()))
     batch.admit([response(1, 2), response(3, 4), response(5, 6)], WeightVersion(0, 0), fresh_start=True)

@@ -168,13 +168,13 @@ def test_parts_on_two_devices_have_the_digests_of_the_whole(make_decoder, split,
 
 def test_one_thread_writes_and_counts_and_compiles_nothing_when_ready(make_decoder, start_engine, split, monkeypatch):
     engine, new = start_engine(make_decoder(3), split), make_decoder(7)
-    writers, load, decode = set(), engine._batch._runner.load, engine._batch._runner.decode
+    writers, load, decode = set(), engine._batch.runner.load, engine._batch.runner.decode
 
     def noting(function):
         return lambda *arguments: (writers.add(threading.current_thread().name), function(*arguments))[1]
 
-    monkeypatch.setattr(engine._batch._runner, "load", noting(load))
-    monkeypatch.setattr(engine._batch._runner, "decode", noting(decode))
+    monkeypatch.setattr(engine._batch.runner, "load", noting(load))
+    monkeypatch.setattr(engine._batch.runner, "decode", noting(decode))
     counter = CompilationCounter()
     counter.on = True
     futures = engine.submit(requests())

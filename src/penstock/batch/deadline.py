@@ -9,7 +9,7 @@ from typing import Any, final
 from typing_extensions import override
 
 from penstock.batch.advantages import AdvantageName, GroupAdvantage, compute_advantages, has_signal
-from penstock.batch.examples import batch_metadata
+from penstock.batch.examples import assemble_examples, batch_metadata
 from penstock.batch.group_pool import AcceptanceRules, FirstUseQueue, GroupTable, OrderedGroups, PooledGroup
 from penstock.batch.maker import Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
 from penstock.types import AnyRollout, RLExample, RolloutGroup
@@ -50,8 +50,8 @@ class DeadlineBatchMaker(PacedBatchMaker):
             check_choice("advantage", advantage, AdvantageName)
         self._advantage: AdvantageName | GroupAdvantage = advantage
         self._uses = uses_limit(max_samples)
-        self._acceptance = AcceptanceRules(max_tokens, allow_truncated_sampling, environment_name)
-        self._held = GroupTable(self._acceptance, ordered)
+        rules = AcceptanceRules(max_tokens, allow_truncated_sampling, environment_name)
+        self._held = GroupTable(rules, ordered)
         self._step = 0
         self._batches = 0
         self._paced = FirstUseQueue()
@@ -71,7 +71,7 @@ class DeadlineBatchMaker(PacedBatchMaker):
     @property
     @override
     def environment_name(self) -> str | None:
-        return self._acceptance.environment_name
+        return self._held.acceptance.environment_name
 
     @override
     def add_rollout(self, rollout: AnyRollout) -> None:
@@ -84,12 +84,7 @@ class DeadlineBatchMaker(PacedBatchMaker):
         chosen = self._choose(batch_size)
         self._last = [group.as_group() for group in chosen]
         self._count_use(chosen)
-        advantages = compute_advantages(self._advantage, self._last)
-        return [
-            self._acceptance.example(rollout, value)
-            for group, values in zip(self._last, advantages, strict=True)
-            for rollout, value in zip(group.rollouts, values, strict=True)
-        ]
+        return assemble_examples(self._last, compute_advantages(self._advantage, self._last))
 
     def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
         """See `BatchMaker.get_batch_metadata`; what is in it says `penstock.batch.examples.batch_metadata`."""

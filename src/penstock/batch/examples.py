@@ -114,6 +114,17 @@ def assemble_example(rollout: AnyRollout, advantage: Advantage) -> RLExample:
     )
 
 
+def assemble_examples(
+    groups: Sequence[RolloutGroup], advantages: Sequence[np.ndarray | Sequence[Advantage]]
+) -> list[RLExample]:
+    """The examples of all rollouts of groups, with the advantages of each group in the order of its rollouts."""
+    return [
+        assemble_example(rollout, advantage)
+        for group, of_group in zip(groups, advantages, strict=True)
+        for rollout, advantage in zip(group.rollouts, of_group, strict=True)
+    ]
+
+
 def sample_starts_of(example: RLExample) -> list[int]:
     """The first position of each sample of a rollout's example."""
     if example.segment_ids[0] == example.segment_ids[-1]:  # they ascend

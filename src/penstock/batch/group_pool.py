@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from jaxtyping import Bool, Int
 
-from penstock.batch.examples import Advantage, assemble_example, check_trainable
-from penstock.types import AnyRollout, InvalidRolloutError, RLExample, RolloutGroup
+from penstock.batch.examples import Advantage, check_trainable
+from penstock.types import AnyRollout, InvalidRolloutError, RolloutGroup
 
 if TYPE_CHECKING:
     from penstock.batch.advantages import Baseline
@@ -103,10 +103,6 @@ class AcceptanceRules:
                 f"{self.environment_name!r} only: give it to another one, or bind this one to none"
             )
         check_trainable(rollout, self.max_tokens, self.allow_truncated_sampling)
-
-    def example(self, rollout: AnyRollout, advantage: Advantage) -> RLExample:
-        """The example of a rollout that passed `check`."""
-        return assemble_example(rollout, advantage)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from penstock.batch.advantages import OF_THE_BATCH, AdvantageName, GroupAdvantage, compute_advantages, has_signal
 from penstock.batch.draws import Balance, LargestRemainder, RankSampler
-from penstock.batch.examples import Advantage, batch_metadata
+from penstock.batch.examples import Advantage, assemble_examples, batch_metadata
 from penstock.batch.group_pool import AcceptanceRules, DrawPool, FirstUseQueue, GroupTable, PooledGroup, group_of
 from penstock.batch.maker import BatchRandomness, Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
 from penstock.types import AnyRollout, ConfigError, RLExample, RolloutGroup
@@ -74,8 +74,8 @@ class RecencyBatchMaker(PacedBatchMaker):
         self._advantage: AdvantageName | GroupAdvantage = advantage
         self._uses = uses_limit(max_samples)
         self._unit: Unit = unit
-        self._acceptance = AcceptanceRules(max_tokens, allow_truncated_sampling, environment_name)
-        self._held = GroupTable(self._acceptance, ordered)
+        rules = AcceptanceRules(max_tokens, allow_truncated_sampling, environment_name)
+        self._held = GroupTable(rules, ordered)
         self._draw = RankSampler(alpha)
         self._shares = LargestRemainder(balance)
         self._randomness = BatchRandomness(seed)
@@ -98,7 +98,7 @@ class RecencyBatchMaker(PacedBatchMaker):
     @property
     @override
     def environment_name(self) -> str | None:
-        return self._acceptance.environment_name
+        return self._held.acceptance.environment_name
 
     @override
     def add_rollout(self, rollout: AnyRollout) -> None:
@@ -114,11 +114,7 @@ class RecencyBatchMaker(PacedBatchMaker):
         advantages = self._advantages(chosen)
         self._flat = [group.flat for group, _ in chosen]
         self._count_use(chosen)
-        return [
-            self._acceptance.example(rollout, value)
-            for group, values in zip(self._last, advantages, strict=True)
-            for rollout, value in zip(group.rollouts, values, strict=True)
-        ]
+        return assemble_examples(self._last, advantages)
 
     def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
         """See `BatchMaker.get_batch_metadata`; what is in it says `penstock.batch.examples.batch_metadata`."""

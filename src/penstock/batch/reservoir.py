@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from penstock.batch.advantages import Baseline, BaselineTable, Retention, version_of
 from penstock.batch.draws import RankSampler
-from penstock.batch.examples import batch_metadata
+from penstock.batch.examples import assemble_example, batch_metadata
 from penstock.batch.group_pool import AcceptanceRules, DeadlineQueue, DrawPool, GroupTable, PooledGroup, group_of
 from penstock.batch.maker import BatchRandomness, Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
 from penstock.types import AnyRollout, Fate, RLExample, RolloutGroup, RolloutRecord
@@ -57,8 +57,8 @@ class GrpoBatchMaker(PacedBatchMaker):
     ) -> None:
         check_choice("retention", retention, Retention)
         self._uses = uses_limit(max_samples)
-        self._acceptance = AcceptanceRules(max_tokens, allow_truncated_sampling, environment_name)
-        self._held = GroupTable(self._acceptance, ordered)
+        rules = AcceptanceRules(max_tokens, allow_truncated_sampling, environment_name)
+        self._held = GroupTable(rules, ordered)
         self._baselines = BaselineTable(retention)
         self._reservoir = DrawPool(by_member=True)
         self._draw = RankSampler(alpha=0.0)
@@ -80,7 +80,7 @@ class GrpoBatchMaker(PacedBatchMaker):
     @property
     @override
     def environment_name(self) -> str | None:
-        return self._acceptance.environment_name
+        return self._held.acceptance.environment_name
 
     @override
     def add_rollout(self, rollout: AnyRollout | RolloutRecord) -> None:
@@ -95,7 +95,7 @@ class GrpoBatchMaker(PacedBatchMaker):
         slots = self._choose(batch_size)
         chosen = [self._member(slot) for slot in slots]
         self._last = _by_group(rollout for _, rollout in chosen)
-        batch = [self._acceptance.example(rollout, _advantage(group, rollout)) for group, rollout in chosen]
+        batch = [assemble_example(rollout, _advantage(group, rollout)) for group, rollout in chosen]
         self._reservoir.set_drawable(slots, True)
         self._remove([slot for slot in slots if self._reservoir.count_use(slot) >= self._uses])
         return batch

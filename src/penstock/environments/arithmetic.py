@@ -13,11 +13,10 @@ start a random policy with `learner.warm_start`.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
-from typing_extensions import override
 
 from penstock.environments.base import Reference, Template
 from penstock.environments.calculator import calculate, show_number
@@ -46,15 +45,7 @@ class ArithmeticEnvironment(SingleTurnEnvironment):
 
     def __init__(self, difficulty: Difficulty = "easy", name: str | None = None, template: Template = "auto") -> None:
         super().__init__(name or f"arithmetic-{difficulty}", template)
-        self._train, self._eval = _POOLS[difficulty]()
-
-    @override
-    def train_examples(self) -> Sequence[Example]:
-        return self._train
-
-    @override
-    def eval_examples(self) -> Sequence[Example]:
-        return self._eval
+        self._split = _POOLS[difficulty]()
 
     def references(self, example: Example) -> list[Reference]:
         """The answer, for `medium` and `hard` after one line of steps."""

@@ -174,15 +174,7 @@ class CalculatorEnvironment(ExampleEnvironment):
         super().__init__(name, template, system_prompt)
         if largest < 2:
             raise ValueError(f"largest is {largest}: it must be at least 2")
-        self._train, self._eval = split_by_rank(_examples(largest), EVAL_FRACTION, lambda e: e.example_id)
-
-    @override
-    def train_examples(self) -> Sequence[Example]:
-        return self._train
-
-    @override
-    def eval_examples(self) -> Sequence[Example]:
-        return self._eval
+        self._split = split_by_rank(_examples(largest), EVAL_FRACTION, lambda e: e.example_id)
 
     def references(self, example: Example) -> list[Reference]:
         """The call, and the answer after its result."""

@@ -57,15 +57,7 @@ class CatsEnvironment(SingleTurnEnvironment):
         if "cat" not in animals or len(set(animals)) != len(animals) or not all(map(str.isalpha, animals)):
             raise ConfigError(f"env_args.animals is {list(animals)}: it takes different single words, 'cat' among them")
         self._animals = animals
-        self._train, self._eval = split_by_rank(_examples(variant, animals), EVAL_FRACTION, lambda e: e.example_id)
-
-    @override
-    def train_examples(self) -> Sequence[Example]:
-        return self._train
-
-    @override
-    def eval_examples(self) -> Sequence[Example]:
-        return self._eval
+        self._split = split_by_rank(_examples(variant, animals), EVAL_FRACTION, lambda e: e.example_id)
 
     @override
     def references(self, example: Example) -> list[Reference]:

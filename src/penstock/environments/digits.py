@@ -39,15 +39,7 @@ class DigitsEnvironment(SingleTurnEnvironment):
         super().__init__(name, template)
         if terms < 1:
             raise ValueError(f"terms is {terms}: at least one term has to be asked for")
-        self._train, self._eval = split_by_rank(_examples(terms, largest, steps), EVAL_FRACTION, lambda e: e.example_id)
-
-    @override
-    def train_examples(self) -> Sequence[Example]:
-        return self._train
-
-    @override
-    def eval_examples(self) -> Sequence[Example]:
-        return self._eval
+        self._split = split_by_rank(_examples(terms, largest, steps), EVAL_FRACTION, lambda e: e.example_id)
 
     @override
     def score(self, example: Example, text: str, completion: Completion) -> float:

@@ -331,7 +331,7 @@ class ExampleEnvironment(Environment):
 
     @cached_property
     def _split(self) -> tuple[Sequence[Example], Sequence[Example]]:
-        """Problems for training and held-out ones. To be replaced where both are made at once."""
+        """Problems for training and held-out ones. To be set, or replaced, where both are made at once."""
         if not self.examples:
             raise ConfigError(
                 f"environment {self.name!r} ({type(self).__name__}) has no problems: give it "

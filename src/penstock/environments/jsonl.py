@@ -89,14 +89,13 @@ class JsonlEnvironment(GroupScoredEnvironment):
             raise ConfigError(f"env_args.max_rows is {max_rows}: it must be at least 1, or null for all")
         if truncated_reward is not None and not abs(truncated_reward) <= REWARD_LIMIT:
             raise ConfigError(f"env_args.truncated_reward is {truncated_reward}: rewards lie within ±{REWARD_LIMIT:g}")
-        self._reader = RowReader(prompt_column, answer_column, prompt_format)
+        reader = RowReader(prompt_column, answer_column, prompt_format)
         rows = read_rows(path, "env_args.path")[:max_rows]
         if eval_path is None:
-            self._train, self._eval = split_by_prompt(self._reader.examples(rows, str(path)), eval_fraction, str(path))
+            self._split = split_by_prompt(reader.examples(rows, str(path)), eval_fraction, str(path))
         else:
-            held_out = read_rows(eval_path, "env_args.eval_path")[:max_rows]
-            self._eval = self._reader.examples(held_out, str(eval_path))
-            self._train = _without(self._reader.examples(rows, str(path)), self._eval, name)
+            held_out = reader.examples(read_rows(eval_path, "env_args.eval_path")[:max_rows], str(eval_path))
+            self._split = _without(reader.examples(rows, str(path)), held_out, name), held_out
         self._truncated_reward = truncated_reward
         self._chat_template_kwargs = chat_template_kwargs or {}
         self._rewards = RewardFunctions(
@@ -106,14 +105,6 @@ class JsonlEnvironment(GroupScoredEnvironment):
             reward_timeout_s,
             reward_start_timeout_s,
         )
-
-    @override
-    def train_examples(self) -> Sequence[Example]:
-        return self._train
-
-    @override
-    def eval_examples(self) -> Sequence[Example]:
-        return self._eval
 
     @override
     def chat_template_kwargs(self, example: Example) -> Mapping[str, Any]:

@@ -1,7 +1,6 @@
 """Questions with lettered options: which of these is a colour?"""
 
 import re
-from collections.abc import Sequence
 
 import numpy as np
 from typing_extensions import override
@@ -38,15 +37,7 @@ class MultipleChoiceEnvironment(SingleTurnEnvironment):
         if not 2 <= options <= len(LETTERS):
             raise ConfigError(f"env_args.options is {options}: it takes 2 to {len(LETTERS)}")
         self._letters = LETTERS[:options]
-        self._train, self._eval = split_by_rank(_examples(options), EVAL_FRACTION, lambda e: e.example_id)
-
-    @override
-    def train_examples(self) -> Sequence[Example]:
-        return self._train
-
-    @override
-    def eval_examples(self) -> Sequence[Example]:
-        return self._eval
+        self._split = split_by_rank(_examples(options), EVAL_FRACTION, lambda e: e.example_id)
 
     @override
     def references(self, example: Example) -> list[Reference]:

@@ -42,6 +42,7 @@ from typing_extensions import override
 from penstock.environments.base import Prompt
 from penstock.environments.example_environment import Example, split_by_hash, stable_unit
 from penstock.environments.multi_turn import Conversation, MultiTurnEnvironment, Reply
+from penstock.environments.problem_rows import prompt_key
 from penstock.text.tool_calls import CALL_END, said_beside, tool_calls
 from penstock.types import ConfigError, EnvironmentFailure, Message
 from penstock.types.importing import load_attribute, load_module
@@ -366,15 +367,12 @@ def _problem_key(examples: Sequence[Example]) -> Callable[[Example], str]:
     def expectation(example: Example) -> str:
         return example.answer if answered else json.dumps(example.columns.get("info"), sort_keys=True, default=str)
 
-    def prompt(example: Example) -> str:
-        return json.dumps(example.prompt, sort_keys=True, default=str)
-
     def key(example: Example) -> str:
-        text = prompt(example)
+        text = prompt_key(example)
         return text if len(expected[text]) == 1 else json.dumps([text, expectation(example)])
 
     for example in examples:
-        expected.setdefault(prompt(example), set()).add(expectation(example))
+        expected.setdefault(prompt_key(example), set()).add(expectation(example))
     return key
 
 

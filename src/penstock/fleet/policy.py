@@ -9,7 +9,6 @@ Invariants of every `PolicyRunner`:
 Not covered: policies themselves (`penstock.model.control`) and how weights travel (`penstock.weights`).
 """
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -115,22 +114,3 @@ class Simulators(Protocol):
     def close(self) -> None:
         """Ends them all."""
         ...
-
-
-class WeightMailbox:
-    """Holds the newest weights until a runner takes them: one version with its own arrays, never a mix. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: tuple[WeightVersion, Mapping[str, Any]] | None = None
-
-    def put(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
-        """Replaces what was not taken yet."""
-        with self._lock:
-            self._waiting = (version, arrays)
-
-    def take(self) -> tuple[WeightVersion, Mapping[str, Any]] | None:
-        """The newest since the last call; None where there was none."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, None
-            return waiting

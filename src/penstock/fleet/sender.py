@@ -100,13 +100,13 @@ class FragmentQueue:
             if self._when_full == "drop_oldest":
                 self._make_room()
             elif not self._wait_for_room():
-                self._settle(unsent.fragment.length, "abandoned")
+                self.settle(unsent.fragment.length, "abandoned")
                 raise NoProgressError(
                     f"the queue of {self._capacity} fragments stayed full for {self._timeout_s:g} s "
                     "(fleet.send_timeout_s): the replay buffer takes nothing; see that the learner runs"
                 )
             if self._closed or not self._has_room:
-                self._settle(unsent.fragment.length, "abandoned")
+                self.settle(unsent.fragment.length, "abandoned")
                 return False
             self._waiting.append(unsent)
             self._changed.notify_all()
@@ -123,7 +123,9 @@ class FragmentQueue:
     def settle(self, steps: int, place: Literal["sent", "sent_faults", "stale", "dropped", "abandoned"]) -> None:
         """So many waiting steps found their place."""
         with self._changed:
-            self._settle(steps, place)
+            steps = min(steps, self._counts.waiting)  # none, where the end came first
+            self._counts.waiting -= steps
+            setattr(self._counts, place, getattr(self._counts, place) + steps)
 
     def count_sent(self, fragments: int) -> None:
         """The sink has so many more fragments."""
@@ -147,7 +149,7 @@ class FragmentQueue:
         with self._changed:
             self._closed = True
             self._waiting.clear()
-            self._settle(self._counts.waiting, "abandoned")
+            self.settle(self._counts.waiting, "abandoned")
             self._changed.notify_all()
 
     @property
@@ -177,7 +179,7 @@ class FragmentQueue:
 
     def _make_room(self) -> None:
         while not self._has_room:
-            self._settle(self._waiting.popleft().fragment.length, "dropped")
+            self.settle(self._waiting.popleft().fragment.length, "dropped")
             self._counts.fragments_dropped += 1
 
     def _wait_for_room(self) -> bool:
@@ -190,11 +192,6 @@ class FragmentQueue:
         finally:
             self._blocked_s += self._clock() - self._blocked_since
             self._blocked_since = None
-
-    def _settle(self, steps: int, place: str) -> None:
-        steps = min(steps, self._counts.waiting)  # none, where the end came first
-        self._counts.waiting -= steps
-        setattr(self._counts, place, getattr(self._counts, place) + steps)
 
 
 class Sender:

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from penstock.fleet.policy import WeightMailbox
 from penstock.fleet.steps import ActionBatch, Leaves
 from penstock.types import ConfigError, Spaces, WeightsError, WeightVersion, fold
 
@@ -85,8 +84,8 @@ class UserPolicyRunner:
         self._policy = policy
         self._spaces = spaces
         self._version = self._next_version = version or WeightVersion(0, 0)
-        self._telling = threading.Lock()  # the mailbox and the next version change together
-        self._mailbox = WeightMailbox()
+        self._telling = threading.Lock()  # what waits and the next version change together
+        self._waiting: tuple[WeightVersion, Mapping[str, Any]] | None = None  # the newest that was not taken yet
         self._fresh = _state_arrays(policy.initial_state(num_slots), num_slots, "initial_state")
         self._states = {name: array.copy() for name, array in self._fresh.items()}
         self._key = jax.random.key(fold(seed, "actions") % 2**32)
@@ -109,8 +108,7 @@ class UserPolicyRunner:
                 f"{version.step}: add the method, or run it without a learner"
             )
         with self._telling:
-            self._mailbox.put(version, arrays)
-            self._next_version = version
+            self._waiting, self._next_version = (version, arrays), version
 
     def decide(self, slots: np.ndarray, observations: Leaves, first: np.ndarray) -> DecidedPending:
         """Decides for n slots, each at most once, before it returns.
@@ -135,7 +133,7 @@ class UserPolicyRunner:
 
     def _take_weights(self) -> None:
         with self._telling:
-            waiting = self._mailbox.take()
+            waiting, self._waiting = self._waiting, None
         if waiting is None:
             return
         version, arrays = waiting

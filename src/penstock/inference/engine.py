@@ -23,6 +23,7 @@ from jaxtyping import Array
 from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import ServedWeights
 from penstock.inference.meter import LatencyHistogram, ThroughputMeter
+from penstock.inference.model_runner import ModelRunner
 from penstock.inference.scheduler import RunningBatch
 from penstock.inference.sequence import (
     GenerationRequest,
@@ -106,7 +107,7 @@ class InferenceEngine:
     def first_programs(model: ModelConfig, config: EngineConfig) -> Programs:
         """What an engine for such a model needs first that is started lazily, from shapes alone; none over devices."""
         decoder = Decoder.of_shapes(model)
-        first = RunningBatch(decoder, config, ThroughputMeter()).first_programs()
+        first = ModelRunner(decoder, config).first_programs()
         return {"layers apart": lambda: decoder.lower_apart().compile(), **first} if first else {}
 
     @property
@@ -304,7 +305,7 @@ class InferenceEngine:
         with self._changed:
             self._refuse_if_ended()
             held = None if self._next_weights is None else self._next_weights[1]
-        prepared = self._batch.prepare(arrays, held)
+        prepared = self._batch.runner.prepare(arrays, held)
         with self._changed:
             self._refuse_if_ended()
             self._next_weights = (version, prepared)
@@ -341,8 +342,8 @@ class InferenceEngine:
             self._refuse_if_ended()
             if self._next_weights is not None:
                 raise NoProgressError(f"the inference engine had not swapped its weights after {timeout_s} s")
-            version, weights = self._served, self._batch.weights
-        return version, self._batch.digests(weights)
+            version, weights = self._served, self._batch.runner.weights
+        return version, self._batch.runner.digests(weights)
 
     @property
     def paused(self) -> bool:
@@ -442,7 +443,7 @@ class InferenceEngine:
             self._fail(error)
 
     def _begin(self) -> bool:
-        programs = self._batch.begin(self._note_compiled, self._begun)
+        programs = self._batch.runner.begin(self._note_compiled, self._begun)
         with self._changed:
             self._programs = programs
         return programs is not None
@@ -555,11 +556,6 @@ class InferenceEngine:
             self._open_responses -= responses
             self._running, self._cached_tokens = self._batch.running, self._batch.cached_tokens
 
-    def _unfinished(self) -> list[Response]:
-        with self._changed:
-            waiting, self._waiting = self._waiting, deque()
-        return [*self._batch.responses, *waiting]
-
     def _abort(self) -> int:
         """What waits and what runs ends as it is; returns how many responses that is."""
         self._fail_scorings(Stopped("the inference engine was stopped, or paused, before the text was scored"))
@@ -579,7 +575,9 @@ class InferenceEngine:
             scoring.fail(error)
 
     def _end(self, settle: Callable[[Response], None]) -> int:
-        unfinished = self._unfinished()
+        with self._changed:
+            waiting, self._waiting = self._waiting, deque()
+        unfinished = [*self._batch.responses, *waiting]
         for response in unfinished:
             if not response.pending.future.done():
                 settle(response)

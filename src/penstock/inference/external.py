@@ -452,7 +452,7 @@ class OpenAiDialect:
 def _as_text(asked: _Asked, server: Server) -> ServerRequest[list[list[Completion]]]:
     """Of any server, sent now."""
     body = {"model": asked.model, "prompt": asked.tokenizer.decode(asked.prompt, False), "n": 1} | _openai(asked)
-    read = _TextReader(asked, time.monotonic())
+    read = partial(_read_text, asked, time.monotonic())
     return ServerRequest(_body(body), asked.tokens, read, busy=BUSY, behind=_BEHIND)
 
 
@@ -463,29 +463,24 @@ def _openai(asked: _Asked) -> dict[str, Any]:
     return {name: value for name, value in asked.sampling().items() if name not in idle}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _TextReader:
-    asked: _Asked
-    sent_s: float
-
-    def __call__(self, content: bytes) -> list[list[Completion]]:
-        try:
-            _, choice = _choice(content)
-            reason, text = _reason(choice["finish_reason"]), choice["text"]
-            tokens = np.asarray(self.asked.tokenizer.encode(text), np.int32)
-        except _UNREADABLE as error:
-            raise MalformedAnswer(f"its answer cannot be read ({type(error).__name__}: {error})") from error
-        completion = Completion(
-            prompt_tokens=self.asked.prompt,
-            response_tokens=tokens,
-            response_logprobs=np.zeros(len(tokens), np.float32),
-            weight_steps=np.zeros(len(tokens), np.int32),
-            oldest_weight_step=FIXED.step,
-            lineage=FIXED.lineage,
-            text=text,
-            finish_reason=reason,
-            engine="external",
-            finished_s=(now := time.monotonic()),
-            timings={"decode_s": now - self.sent_s},
-        )
-        return [[completion]]
+def _read_text(asked: _Asked, sent_s: float, content: bytes) -> list[list[Completion]]:
+    try:
+        _, choice = _choice(content)
+        reason, text = _reason(choice["finish_reason"]), choice["text"]
+        tokens = np.asarray(asked.tokenizer.encode(text), np.int32)
+    except _UNREADABLE as error:
+        raise MalformedAnswer(f"its answer cannot be read ({type(error).__name__}: {error})") from error
+    completion = Completion(
+        prompt_tokens=asked.prompt,
+        response_tokens=tokens,
+        response_logprobs=np.zeros(len(tokens), np.float32),
+        weight_steps=np.zeros(len(tokens), np.int32),
+        oldest_weight_step=FIXED.step,
+        lineage=FIXED.lineage,
+        text=text,
+        finish_reason=reason,
+        engine="external",
+        finished_s=(now := time.monotonic()),
+        timings={"decode_s": now - sent_s},
+    )
+    return [[completion]]

@@ -72,44 +72,36 @@ class CompiledSteps(NamedTuple):
     score: Callable[..., Any]
 
 
-def _on_one_device(options: Any = None) -> CompiledSteps:
+def _jitted(options: Any = None, split: "ModelSplit | None" = None) -> CompiledSteps:
     jit = functools.partial(jax.jit, compiler_options=options)
+    caches: Any = {} if split is None else {"out_shardings": split.cache}
+    answers: Any = {} if split is None else {"out_shardings": (split.cache, split.whole)}
     return CompiledSteps(
-        create=jax.jit(create_cache, static_argnums=(0, 1, 2)),
-        decode=jit(decode, static_argnames=HOW_DECODED, donate_argnames="cache"),
-        prefill=jit(prefill, static_argnames="kernel"),
-        extend=jit(extend, donate_argnames="cache"),
-        insert=jit(insert, donate_argnames="cached"),
-        fork=jit(fork, donate_argnames="cached"),
-        resize=jit(resize, static_argnames="window"),
-        score=jit(score, static_argnames="alternatives", donate_argnames="cache"),
+        create=jax.jit(create_cache, static_argnums=(0, 1, 2), **caches),
+        decode=jit(decode, static_argnames=HOW_DECODED, donate_argnames="cache", **answers),
+        prefill=jit(prefill, static_argnames="kernel", **caches),
+        extend=jit(extend, donate_argnames="cache", **caches),
+        insert=jit(insert, donate_argnames="cached", **caches),
+        fork=jit(fork, donate_argnames="cached", **caches),
+        resize=jit(resize, static_argnames="window", **caches),
+        score=jit(score, static_argnames="alternatives", donate_argnames="cache", **answers),
     )
 
 
-ONE_DEVICE = _on_one_device()
+ONE_DEVICE = _jitted()
 
 
 @functools.cache
 def light_programs(platform: str, dtype: str) -> CompiledSteps:
     """Those of one device, sooner compiled where `light_compilation` can be."""
     options = light_compilation(platform, dtype, newer_fusions=True)
-    return ONE_DEVICE if options is None else _on_one_device(options)
+    return ONE_DEVICE if options is None else _jitted(options)
 
 
 @functools.cache
 def split_programs(split: "ModelSplit") -> CompiledSteps:
     """The same over several devices; a cache that a program returns lies as the one that it was given."""
-    cache, whole = split.cache, split.whole
-    return CompiledSteps(
-        create=jax.jit(create_cache, static_argnums=(0, 1, 2), out_shardings=cache),
-        decode=jax.jit(decode, static_argnames=HOW_DECODED, donate_argnames="cache", out_shardings=(cache, whole)),
-        prefill=jax.jit(prefill, static_argnames="kernel", out_shardings=cache),
-        extend=jax.jit(extend, donate_argnames="cache", out_shardings=cache),
-        insert=jax.jit(insert, donate_argnames="cached", out_shardings=cache),
-        fork=jax.jit(fork, donate_argnames="cached", out_shardings=cache),
-        resize=jax.jit(resize, static_argnames="window", out_shardings=cache),
-        score=jax.jit(score, static_argnames="alternatives", donate_argnames="cache", out_shardings=(cache, whole)),
-    )
+    return _jitted(split=split)
 
 
 MODEL_AXIS = "model"
@@ -453,17 +445,13 @@ class ModelRunner:
         return weights.digests()
 
     def begin(
-        self,
-        idle_rows: HostRows,
-        on_done: Callable[[CompiledProgram | BaseException], None],
-        begun: LazyPrograms | None = None,
+        self, on_done: Callable[[CompiledProgram | BaseException], None], begun: LazyPrograms | None = None
     ) -> LazyPrograms | None:
         """Has every program compiled when it is needed first.
 
         Those of decoding, as a response grows, from now on, and before that `first_programs`.
 
         Args:
-            idle_rows: Rows with no budget.
             on_done: As of `LazyPrograms`, like `begun`.
             begun: Has some of them compiled already, or begun.
 
@@ -472,22 +460,18 @@ class ModelRunner:
         """
         if self._split is not None:
             return None
-        self._lazy = LazyPrograms(self._lowered(idle_rows), on_done, begun)
+        self._lazy = LazyPrograms(self._lowered(), on_done, begun)
         self._lazy.compile(self._first, urgent=True)
         for window, wider in pairwise(self._windows):
             self._lazy.compile([_RESIZE.format(window, wider), _DECODE.format(wider)])
         return self._lazy
 
-    def first_programs(self, idle_rows: HostRows) -> Programs:
-        """What most short prompts at once need; none over several devices.
-
-        Args:
-            idle_rows: Rows with no budget.
-        """
+    def first_programs(self) -> Programs:
+        """What most short prompts at once need; none over several devices."""
         if self._split is not None:
             return {}
         run: Any = self._programs
-        programs, made = self._lowered(idle_rows), (self._weights.ends.config, self._config.max_slots, self._windows[0])
+        programs, made = self._lowered(), (self._weights.ends.config, self._config.max_slots, self._windows[0])
         cache = {f"cache, window {made[-1]}": lambda: run.create.lower(*made).compile()}  # which an engine begins with
         return cache | {name: programs[name] for name in self._first}
 
@@ -517,7 +501,7 @@ class ModelRunner:
         """
         choose_cache()
         if self._split is None:
-            yield from compile_programs(self._lowered(idle_rows))
+            yield from compile_programs(self._lowered())
         runs = list(self._first_runs(idle_rows))
         for number, (name, run) in enumerate(runs, 1):
             started = time.perf_counter()
@@ -527,17 +511,16 @@ class ModelRunner:
         self.resize(self._windows[0])
         jax.block_until_ready(self._cache)
 
-    def _lowered(self, idle_rows: HostRows) -> Programs:
+    def _lowered(self) -> Programs:
         """Every program in every shape, by what it is for."""
         run: Any = self._programs  # what is jitted can be lowered
         weights, config = jax.eval_shape(lambda: self._weights), self._config  # shapes: what waits keeps none alive
-        rows, found = SlotRows.of(idle_rows), dict[str, Any]()
+        found: dict[str, Any] = {}
         caches = {window: self._cache_shape(config.max_slots, window) for window in self._windows}
         for window, cache in caches.items():
             for name, count, kernel in self._decode_shapes(window):
-                given = jax.eval_shape(lambda count=count: jax.tree.map(lambda array: array[:count], rows))
-                lower = functools.partial(run.decode.lower, weights, cache, given, **self._how(kernel))
-                found[name] = lower
+                rows = SlotRows.shapes(count, config.max_stop_token_ids)
+                found[name] = functools.partial(run.decode.lower, weights, cache, rows, **self._how(kernel))
             for count, length in self._prefill_shapes(window):
                 tokens, prefilled = np.zeros((count, length), np.int32), self._cache_shape(count, length)
                 lower = functools.partial(run.prefill.lower, weights, tokens, kernel=self._prefill_kernel(length))

@@ -126,12 +126,12 @@ class Routing:
     @property
     def servers(self) -> tuple[Server, ...]:
         """The live servers, by name. Any thread may ask."""
-        return tuple(state.server for _, state in sorted(self._states.items(), key=_name))
+        return tuple(state.server for _, state in sorted(self._states.items()))
 
     @property
     def outstanding(self) -> dict[str, int]:
         """Tokens by server. Any thread may ask."""
-        return {name: state.tokens for name, state in sorted(self._states.items(), key=_name)}
+        return {name: state.tokens for name, state in sorted(self._states.items())}
 
     def choose(
         self,
@@ -230,10 +230,6 @@ class Routing:
         """None for a server that is gone meanwhile, or was replaced."""
         state = self._states.get(server.name)
         return state if state is not None and state.server.identity == server.identity else None
-
-
-def _name(item: tuple[str, _State]) -> str:
-    return item[0]
 
 
 def _is_unchanged(server: Server, given: dict[str, Server]) -> bool:

@@ -1,7 +1,7 @@
 """Continuous batching: which responses run in which slots, how they are admitted, decoded and released.
 
-`RunningBatch` joins the slots (host) with the model runner (device). Only the engine's thread uses it, but for
-`prepare`; it knows no queue, lock or future.
+`RunningBatch` joins the slots (host) with the model runner (device). Only the engine's thread uses it; it knows
+no queue, lock or future.
 
 What a slot holds of prompt and response stays there when the response has ended, until the slot is needed: those that
 hold nothing are taken first, then the one that was used longest ago. A prompt that begins with the same tokens, be it
@@ -14,9 +14,8 @@ what a slot holds is forgotten with the weights that made it.
 import time
 from bisect import insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,6 @@ from penstock.inference.meter import ThroughputMeter
 from penstock.inference.model_runner import ModelRunner
 from penstock.inference.sequence import Response, Scoring
 from penstock.model.language import Decoder
-from penstock.model.programs import LazyPrograms, Programs
 from penstock.types import SAMPLING_FIELDS, CompiledProgram, WeightVersion
 
 
@@ -309,11 +307,14 @@ class RunningBatch:
         decoder: The first weights, or shapes as of `ModelRunner`.
         config: Shapes and limits.
         meter: Counts what runs; for other threads to read.
+
+    Attributes:
+        runner: What is on the device.
     """
 
     def __init__(self, decoder: Decoder, config: EngineConfig, meter: ThroughputMeter) -> None:
         self._config, self._meter = config, meter
-        self._runner = ModelRunner(decoder, config)
+        self.runner = ModelRunner(decoder, config)
         self._slots = SlotTable(config.max_slots, config.max_stop_token_ids)
         self._prefixes = PrefixIndex()
         self._version: WeightVersion | None = None
@@ -341,34 +342,11 @@ class RunningBatch:
 
     def warm_up(self) -> Iterator[CompiledProgram]:
         """Compiles every program; yields each as it is done."""
-        return self._runner.warm_up(self._slots.rows)
-
-    def begin(
-        self, on_done: Callable[[CompiledProgram | BaseException], None], begun: LazyPrograms | None = None
-    ) -> LazyPrograms | None:
-        """`ModelRunner.begin`."""
-        return self._runner.begin(self._slots.rows, on_done, begun)
-
-    def first_programs(self) -> Programs:
-        """`ModelRunner.first_programs`."""
-        return self._runner.first_programs(self._slots.rows)
-
-    def digests(self, weights: ServedWeights) -> dict[str, str]:
-        """Of what lies there. For any thread."""
-        return self._runner.digests(weights)
-
-    def prepare(self, arrays: Mapping[str, Any], held: ServedWeights | None) -> ServedWeights:
-        """`ModelRunner.prepare`; what runs goes on meanwhile. For any thread."""
-        return self._runner.prepare(arrays, held)
-
-    @property
-    def weights(self) -> ServedWeights:
-        """What is served. For any thread."""
-        return self._runner.weights
+        return self.runner.warm_up(self._slots.rows)
 
     def load(self, weights: ServedWeights) -> None:
         """Serves these from the next program on; what others have cached is not shared any more."""
-        self._runner.load(weights)
+        self.runner.load(weights)
         self._prefixes.clear()
         self._meter.add(weight_swaps=1)
 
@@ -385,7 +363,7 @@ class RunningBatch:
         self._version = version
         assigned = self._place(arrivals)
         self._meter.add_waits(arrivals)
-        admission = plan_admission(assigned, self._prefixes, self._config, version, self._runner.whole)
+        admission = plan_admission(assigned, self._prefixes, self._config, version, self.runner.whole)
         self._hold(admission.long)
         self._fit_window(admission, fresh_start)
         self._fill(admission)
@@ -427,7 +405,7 @@ class RunningBatch:
                 texts[text.tobytes()] = text
                 response.prefilled_by = version
         self._fillings.clear()
-        prefills, long = _divided(texts, slots, self._config, version, self._runner.whole)
+        prefills, long = _divided(texts, slots, self._config, version, self.runner.whole)
         admission = AdmissionPlan({}, prefills, long=long)
         self._hold(long)
         self._fit_window(admission, fresh_start=False)
@@ -464,11 +442,11 @@ class RunningBatch:
     def _add(self, filling: Filling, tokens: np.ndarray) -> None:
         """Adds the next tokens of a text to the cache; its other slots take it when it is whole."""
         first, *others = filling.slots
-        self._runner.extend(tokens, first, filling.done)
+        self.runner.extend(tokens, first, filling.done)
         self._meter.add(prefill_tokens=sum(self._config.pieces(len(tokens))))
         filling.done += len(tokens)
         if others and not len(filling.rest):
-            self._runner.fork(dict.fromkeys(others, (first, filling.done)))
+            self.runner.fork(dict.fromkeys(others, (first, filling.done)))
 
     def _release(self, slot: int) -> None:
         """Frees a slot; a long prompt that it held begins again in the next of its slots."""
@@ -491,17 +469,17 @@ class RunningBatch:
         Returns:
             The responses that ended with it, whose slots are free again.
         """
-        if self._needed > self._runner.window:
-            self._runner.resize(self._bucket(self._needed))
+        if self._needed > self.runner.window:
+            self.runner.resize(self._bucket(self._needed))
         self._extend()
         running = self._slots.live
         if not running:
             return []
         started = time.monotonic()
         self._note_begun(running)
-        self._runner.first = version.step == 0
+        self.runner.first = version.step == 0
         beside = any(response.pending.request.alternatives for _, response in running)
-        sampled = self._runner.decode(self._slots.rows, beside)
+        sampled = self.runner.decode(self._slots.rows, beside)
         ended = self._slots.advance(sampled, version)
         self._meter.add_tokens(running, sampled.count)
         for slot, response in ended:
@@ -515,18 +493,18 @@ class RunningBatch:
     def _note_begun(self, running: Sequence[tuple[int, Response]]) -> None:
         """Those that decode for the first time do so from now on: their prompts are cached, which is waited for."""
         first = [response for _, response in running if response.begun_s is None]
-        now = self._runner.wait() if first else None
+        now = self.runner.wait() if first else None
         for response in first:
             response.begun_s = now
 
     def need_decoding(self, prompt_tokens: int, alternatives: bool) -> None:
         """Has compiled, beside what runs, what begins with that prompt and tells alternatives, or else truncates."""
         begun = self._bucket(prompt_tokens + self._config.steps_per_dispatch)
-        self._runner.need_decoding((begun, max(begun, self._runner.window)), alternatives)
+        self.runner.need_decoding((begun, max(begun, self.runner.window)), alternatives)
 
     def need_scores(self, tokens: int, kept: bool) -> None:
         """Has the programs compiled that score a text of that length, and keep it. For any thread."""
-        self._runner.need_scores(self._bucket(tokens), kept)
+        self.runner.need_scores(self._bucket(tokens), kept)
 
     def score(self, scoring: Scoring, version: WeightVersion) -> bool:
         """Scores a chunk of a text; all of it by the weights that began it, of that version then.
@@ -534,7 +512,7 @@ class RunningBatch:
         Returns:
             Whether that was the last one; the scores are told then.
         """
-        runner, tokens = self._runner, scoring.tokens
+        runner, tokens = self.runner, scoring.tokens
         if scoring.begun is None:
             scoring.begun = runner.weights, version, runner.scratch(self._bucket(len(tokens)))
         weights, began, cache = scoring.begun
@@ -559,9 +537,9 @@ class RunningBatch:
             self._prefixes.clear()
             self._version = version
         slot = self._prefixes.oldest(self._slots.unoccupied)
-        if cache.window > self._runner.window:
-            self._runner.resize(cache.window)
-        self._runner.insert(cache, {slot: (0, len(text))})
+        if cache.window > self.runner.window:
+            self.runner.resize(cache.window)
+        self.runner.insert(cache, {slot: (0, len(text))})
         self._prefixes.begin(slot, text)
 
     def drop_cancelled(self) -> int:
@@ -574,10 +552,10 @@ class RunningBatch:
     def _fit_window(self, admission: AdmissionPlan, fresh_start: bool) -> None:
         """Grows the cache when needed; shrinks it at a fresh start, or when half of it would do."""
         needed = max([self._needed, *(prefill.tokens.shape[1] for prefill in admission.prefills)])
-        if needed > self._runner.window or fresh_start:
-            self._runner.resize(self._bucket(needed))
-        elif self._bucket(2 * max(needed, self._prefixes.reach)) < self._runner.window:
-            self._runner.resize(self._bucket(2 * max(needed, self._prefixes.reach)))
+        if needed > self.runner.window or fresh_start:
+            self.runner.resize(self._bucket(needed))
+        elif self._bucket(2 * max(needed, self._prefixes.reach)) < self.runner.window:
+            self.runner.resize(self._bucket(2 * max(needed, self._prefixes.reach)))
 
     @property
     def _needed(self) -> int:
@@ -591,10 +569,10 @@ class RunningBatch:
 
     def _fill(self, admission: AdmissionPlan) -> None:
         if admission.fork:
-            self._runner.fork(admission.fork)
+            self.runner.fork(admission.fork)
         self._meter.add(prefix_hits=admission.hits, prefix_tokens=admission.cached)
         for prefill in admission.prefills:
-            self._runner.prefill(prefill.tokens, prefill.source)
+            self.runner.prefill(prefill.tokens, prefill.source)
             self._meter.add(prefill_tokens=prefill.tokens.size)
         for filling in admission.short:
             self._add(filling, filling.rest)

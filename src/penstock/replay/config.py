@@ -2,13 +2,22 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from penstock.batch.config import FILTER_KEYS, BatchMakerConfig
 from penstock.rundir.store_urls import url_problem
 from penstock.types.idle_keys import refuse_idle
+
+
+def _some_use(value: int) -> int:
+    if value < 1 and value != -1:
+        raise ValueError(f"max_samples is {value}: it must be at least 1, or -1 for no limit")
+    return value
+
+
+_Uses = Annotated[int, AfterValidator(_some_use)]
 
 
 class StoreConfig(BaseModel):
@@ -122,7 +131,7 @@ class ReplayBufferConfig(BaseModel):
     groups_per_batch: int = Field(default=8, ge=1)
     staleness_budget: int = Field(default=1, ge=0)
     capacity: int = Field(default=4096, ge=1)
-    max_samples: int = 1
+    max_samples: _Uses = 1
     max_rollout_step_delay: int = Field(default=1, ge=0)
     max_rollout_timestamp_delay: float = 3600.0
     tolerances: dict[str, Tolerance] = {}
@@ -136,13 +145,6 @@ class ReplayBufferConfig(BaseModel):
     from_rollouts: str | None = None
     prefetch: int = Field(default=1, ge=0)
     store: StoreConfig = StoreConfig()
-
-    @field_validator("max_samples")
-    @classmethod
-    def _some_use(cls, value: int) -> int:
-        if value < 1 and value != -1:
-            raise ValueError(f"max_samples is {value}: it must be at least 1, or -1 for no limit")
-        return value
 
     @model_validator(mode="wrap")
     @classmethod
@@ -266,7 +268,7 @@ class FragmentReplayConfig(BaseModel):
 
     fragments_per_batch: int = Field(default=16, ge=1)
     order: Literal["oldest", "newest"] = "oldest"
-    max_samples: int = 1
+    max_samples: _Uses = 1
     max_staleness: int = Field(default=8, ge=0)
     max_age_s: float | None = Field(default=3600.0, gt=0)
     tolerances: dict[str, Tolerance] = {}
@@ -274,13 +276,6 @@ class FragmentReplayConfig(BaseModel):
     max_waiting_s: float = Field(default=300.0, gt=0)
     capacity: int | None = Field(default=None, ge=1)
     store: StoreConfig = _FRAGMENT_STORE
-
-    @field_validator("max_samples")
-    @classmethod
-    def _some_use(cls, value: int) -> int:
-        if value < 1 and value != -1:
-            raise ValueError(f"max_samples is {value}: it must be at least 1, or -1 for no limit")
-        return value
 
     @model_validator(mode="after")
     def _batches_fit(self) -> Self:

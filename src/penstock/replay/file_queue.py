@@ -23,12 +23,14 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from penstock.replay.messages import batch_from_buffer, batch_to_buffer
 from penstock.replay.queue import (
     Backpressure,
+    Delivery,
     FairQueue,
     MemoryRolloutStorage,
     OnQuarantine,
@@ -239,7 +241,7 @@ class FileRolloutStorage:
         """See `RolloutStorage.writer`. Another process makes its own storage on the same path and asks that."""
         return FileWriter(self.path, writer_id, self._config, self._backpressure, self._closed, self._news.set)
 
-    def receive(self, timeout_s: float) -> "FileDelivery | None":
+    def receive(self, timeout_s: float) -> Delivery | None:
         """See `RolloutStorage.receive`; looks into the folders every `poll_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -285,7 +287,7 @@ class FileRolloutStorage:
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def _next_delivery(self, told: bool) -> "FileDelivery | None":
+    def _next_delivery(self, told: bool) -> Delivery | None:
         with self._reading:
             if self._closed.is_set():
                 self._news.set()  # for another reader thread, whose wake-up this one may have taken
@@ -333,7 +335,7 @@ class FileRolloutStorage:
             expected[name.life] = name.sequence + 1
         return False
 
-    def _read(self, folder: str, name: BatchName, unreadable: list[tuple[str, BatchName]]) -> "FileDelivery | None":
+    def _read(self, folder: str, name: BatchName, unreadable: list[tuple[str, BatchName]]) -> Delivery | None:
         path = self.path / folder / name.file_name
         try:
             batch = batch_from_buffer(path.read_bytes())
@@ -351,7 +353,8 @@ class FileRolloutStorage:
             self._counts["received"] += 1
             self._depth -= name.groups
             self._attempts.pop(path, None)
-            return FileDelivery(self, folder, name, batch)
+            quarantine = partial(self.set_aside, folder, name)
+            return Delivery(str(path), (batch,), partial(self.delete, folder, name), quarantine)
         self._depth -= name.groups
         return None
 
@@ -391,34 +394,6 @@ class FileRolloutStorage:
     def _forget(self, folder: str, name: BatchName) -> None:
         self._known.discard((folder, name))
         self._attempts.pop(self.path / folder / name.file_name, None)
-
-
-class FileDelivery:
-    """Implements `penstock.replay.Delivery`: one file."""
-
-    def __init__(self, storage: FileRolloutStorage, folder: str, name: BatchName, batch: RolloutBatch) -> None:
-        self._storage = storage
-        self._folder = folder
-        self._name = name
-        self._batch = batch
-
-    @property
-    def source(self) -> str:
-        """The file."""
-        return str(self._storage.path / self._folder / self._name.file_name)
-
-    @property
-    def batches(self) -> tuple[RolloutBatch, ...]:
-        """One batch."""
-        return (self._batch,)
-
-    def acknowledge(self) -> None:
-        """The reader has them: they are forgotten."""
-        self._storage.delete(self._folder, self._name)
-
-    def quarantine(self, reason: str) -> None:
-        """The reader cannot use them: they are put aside and counted."""
-        self._storage.set_aside(self._folder, self._name, reason)
 
 
 def open_rollout_storage(

@@ -19,10 +19,11 @@ fragments stored without their observations, which nobody sends.
 
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -48,6 +49,7 @@ from penstock.types import (
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+_Record = TypeVar("_Record")
 MOST_FRAGMENT_BYTES = 1 << 30
 """A larger message of fragments is refused before it is read."""
 _MASK = ROLLOUT_SCHEMA.get_field_index("response_mask")
@@ -133,13 +135,7 @@ def rollouts_to_buffer(groups: Sequence[RolloutGroup]) -> "Buffer":
 
 def rollouts_from_buffer(message: "Buffer") -> list[RolloutGroup]:
     """The groups of a message; as `batch_from_buffer`."""
-    stream = checked_stream(message)
-    try:
-        return _groups(_read(stream, _ROLLOUTS))
-    except (InvalidRolloutError, TransferError, SchemaVersionError):
-        raise
-    except FORGED as error:
-        raise TransferError(f"the message's checksum is right, but it holds no rollouts: {error}") from error
+    return _read(message, _ROLLOUTS, _groups)
 
 
 def fragments_to_buffer(groups: Sequence[RolloutGroup[SampleFragment]]) -> "Buffer":
@@ -177,13 +173,7 @@ def fragments_from_buffer(
             f"a message of fragments has {size:,} bytes, and {most_bytes:,} are the most: lower fleet.fragment_length, "
             "or let the simulator show smaller observations"
         )
-    stream = checked_stream(message)
-    try:
-        records = fragments_from_table(_read(stream, _FRAGMENTS), "message")
-    except (InvalidRolloutError, TransferError, SchemaVersionError):
-        raise
-    except FORGED as error:
-        raise TransferError(f"the message's checksum is right, but it holds no fragments: {error}") from error
+    records = _read(message, _FRAGMENTS, partial(fragments_from_table, name="message"))
     return [RolloutGroup(record.group_key, (record.rollout,), record.group_id) for record in records]
 
 
@@ -248,7 +238,17 @@ class BatchMessage(NamedTuple):
 # --- reading, checked ------------------------------------------------------------------------------------------------
 
 
-def _read(stream: pa.Buffer, kind: _Kind) -> pa.Table:
+def _read(message: "Buffer", kind: _Kind, read: Callable[[pa.Table], list[_Record]]) -> list[_Record]:
+    stream = checked_stream(message)
+    try:
+        return read(_table(stream, kind))
+    except (InvalidRolloutError, TransferError, SchemaVersionError):
+        raise
+    except FORGED as error:
+        raise TransferError(f"the message's checksum is right, but it holds no {kind.name}: {error}") from error
+
+
+def _table(stream: pa.Buffer, kind: _Kind) -> pa.Table:
     check_unpacked(stream)
     with pa.ipc.open_stream(stream) as reader:
         version = schema_version(reader.schema)
@@ -330,10 +330,7 @@ def checked_stream(message: "Buffer") -> pa.Buffer:
     Raises:
         TransferError: it is cut short, changed, or no message.
     """
-    return _without_trailer(message if isinstance(message, pa.Buffer) else pa.py_buffer(message))
-
-
-def _without_trailer(buffer: pa.Buffer) -> pa.Buffer:
+    buffer: pa.Buffer = pa.py_buffer(message)
     length = buffer.size - TRAILER.size
     if length < 0:
         raise TransferError(f"the message has {buffer.size} bytes: it is cut short")

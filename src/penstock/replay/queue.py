@@ -20,6 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -56,27 +57,21 @@ class RolloutStorageConfig(BaseModel):
         return self
 
 
-@runtime_checkable
-class Delivery(Protocol):
-    """Batches that were received; exactly one of `acknowledge` and `quarantine` ends it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Delivery:
+    """Batches that were received; exactly one of `acknowledge` and `quarantine` ends it.
 
-    @property
-    def source(self) -> str:
-        """Where it came from, in words."""
-        ...
+    Attributes:
+        source: Where it came from, in words.
+        batches: What was written together.
+        acknowledge: The reader has them: they need not be kept. A second call changes nothing.
+        quarantine: The reader cannot use them, for that reason: they are put aside and counted.
+    """
 
-    @property
-    def batches(self) -> tuple[RolloutBatch, ...]:
-        """What was written together."""
-        ...
-
-    def acknowledge(self) -> None:
-        """The reader has them: they need not be kept. A second call changes nothing."""
-        ...
-
-    def quarantine(self, reason: str) -> None:
-        """The reader cannot use them: they are put aside and counted."""
-        ...
+    source: str
+    batches: tuple[RolloutBatch, ...]
+    acknowledge: Callable[[], object]
+    quarantine: Callable[[str], object]
 
 
 @runtime_checkable
@@ -317,7 +312,7 @@ class MemoryRolloutStorage:
             held = self._held[writer_id]
             return held == 0 or held + groups <= self._config.capacity_groups
 
-    def receive(self, timeout_s: float) -> "MemoryDelivery | None":
+    def receive(self, timeout_s: float) -> Delivery | None:
         """The next batch of the writer whose turn it is; None at the timeout."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -331,11 +326,11 @@ class MemoryRolloutStorage:
                 if left <= 0:
                     return None
                 self._changed.wait(left)
-            _, entry = taken
+            writer_id, entry = taken
             self._received[entry] = None
             self._depth -= entry.groups
             self._counts["received"] += 1
-        return MemoryDelivery(self, entry)
+        return Delivery(writer_id, (entry.batch,), partial(self.finish, entry), partial(self.set_aside, entry))
 
     def redeliver(self) -> None:
         """What was received without being acknowledged is delivered again."""
@@ -409,29 +404,3 @@ class MemoryWriter:
         for batch in batches:
             if batch.groups:
                 self._storage.put(self._writer_id, batch)
-
-
-class MemoryDelivery:
-    """Implements `penstock.replay.Delivery`."""
-
-    def __init__(self, storage: MemoryRolloutStorage, entry: _Entry) -> None:
-        self._storage = storage
-        self._entry = entry
-
-    @property
-    def source(self) -> str:
-        """The writer."""
-        return self._entry.writer_id
-
-    @property
-    def batches(self) -> tuple[RolloutBatch, ...]:
-        """One batch."""
-        return (self._entry.batch,)
-
-    def acknowledge(self) -> None:
-        """The reader has them: they are forgotten."""
-        self._storage.finish(self._entry)
-
-    def quarantine(self, reason: str) -> None:
-        """The reader cannot use them: they are put aside and counted."""
-        self._storage.set_aside(self._entry, reason)

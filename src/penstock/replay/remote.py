@@ -265,7 +265,7 @@ class RemoteBatches:
             answer = self._ask_for_batch(step, timeout_s)
             try:
                 if not isinstance(answer, TrainingBatch):
-                    return _read(answer)
+                    return BatchMessage(*answer).read()
                 return self._whole(cast(TrainingBatch[Any], answer))
             except TransferError:
                 if sending == SENDINGS:
@@ -315,7 +315,3 @@ class RemoteBatches:
 
     def _call(self, method: str, *args: Any, timeout_s: float) -> Any:
         return self._calls.call(method, self._lineage, *args, timeout_s=timeout_s)
-
-
-def _read(answer: tuple[Any, ...]) -> TrainingBatch[Any]:
-    return BatchMessage(*answer).read()

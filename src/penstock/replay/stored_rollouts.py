@@ -23,7 +23,7 @@ import numpy as np
 
 from penstock.batch import BatchMakerConfig, GroupFilters, compute_advantages, example_from_rollout, has_signal
 from penstock.batch.advantages import AdvantageName, GroupAdvantage
-from penstock.batch.examples import assemble_example, batch_metadata
+from penstock.batch.examples import assemble_examples, batch_metadata
 from penstock.replay.store import RolloutStore
 from penstock.rundir import RunDirectory, read_json_lines, read_records
 from penstock.rundir.live_files import RunFiles
@@ -370,11 +370,9 @@ class StoredBatches:
         started = time.monotonic()
         groups = [self._stored.groups[index] for index in self._chosen(step)]
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        of_groups = compute_advantages(self._advantage, groups)
-        advantages = [advantage for of_group in of_groups for advantage in of_group]
         examples = [
-            _without_version(assemble_example(rollout, advantage))
-            for rollout, advantage in zip(rollouts, advantages, strict=True)
+            _without_version(example)
+            for example in assemble_examples(groups, compute_advantages(self._advantage, groups))
         ]
         known = batch_metadata(groups, [not has_signal(group) for group in groups], examples)
         completed, numbers = self.complete(examples, rollouts)

@@ -205,7 +205,6 @@ def merged_arrays(base: Mapping[str, Any], fetched: Mapping[str, Any]) -> dict[s
 
 def _placed(array: Any, like: Any) -> Any:
     import jax
-    import numpy as np
 
     if any(device.platform == "cpu" for device in like.sharding.device_set):
         array = np.array(array)  # there, JAX would only refer to memory that is aligned well

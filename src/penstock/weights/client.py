@@ -133,10 +133,7 @@ class FetchingClient(WeightClient):
 
     @override
     def latest(self) -> WeightVersion | None:
-        try:
-            self._newest, self._failure = self._reader.wait(None, 0.0), None
-        except UnreachableError as error:
-            self._note_failure(error)
+        self._poll(None, 0.0)
         return None if self._newest is None else self._newest.version
 
     @override
@@ -204,14 +201,11 @@ class FetchingClient(WeightClient):
         try:
             self._newest, self._failure = self._reader.wait(known, timeout_s), None
         except UnreachableError as error:
-            self._note_failure(error)
+            self._failure = str(error)
+            self._numbers["weights/unreachable"] += 1
             self._closed.wait(min(timeout_s, _RECONNECT_S))
             return known
         return self._newest
-
-    def _note_failure(self, error: UnreachableError) -> None:
-        self._failure = str(error)
-        self._numbers["weights/unreachable"] += 1
 
     def _is_new(self, announced: LatestVersion, newer_than: WeightVersion | None) -> bool:
         if newer_than is None or announced.version > newer_than:
@@ -243,7 +237,7 @@ class FetchingClient(WeightClient):
         began = time.perf_counter()
         if fetched.arrays is not None:
             arrays = fetched.arrays
-            damaged = damaged_arrays(fetched.manifest, arrays)
+            damaged = damaged_arrays(fetched.manifest.arrays, arrays)
             if damaged:
                 raise WeightsError(f"arrays are damaged: {damaged[:5]} ({len(damaged)} of {len(arrays)})")
         else:

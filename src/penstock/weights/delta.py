@@ -29,8 +29,8 @@ from penstock.weights.manifest import (
     BufferPool,
     Content,
     Manifest,
-    array_digest,
     check_layout,
+    damaged_arrays,
     from_raw_bytes,
     in_parallel,
     plain_memory,
@@ -148,7 +148,10 @@ def decode_delta(
         for block in blocks[spec.name]
     ]
     in_parallel(lambda arguments: decode_block(*arguments), work, sum(spec.nbytes for spec in changed))
-    _verify(changed, arrays)
+    if damaged := damaged_arrays(changed, arrays):
+        raise WeightsError(f"arrays are damaged after a delta was applied: {damaged}")
+    for spec in changed:
+        arrays[spec.name].flags.writeable = False
     return manifest, arrays
 
 
@@ -274,15 +277,6 @@ def _new_or_held(
     if spec.digest != held_digest:
         raise WeightsError(f"a delta of weights is damaged: {spec.name} changed, but the delta has no change of it")
     return held
-
-
-def _verify(specs: Sequence[ArraySpec], arrays: Mapping[str, np.ndarray]) -> None:
-    digests = in_parallel(lambda spec: array_digest(arrays[spec.name]), specs, sum(spec.nbytes for spec in specs))
-    damaged = [spec.name for spec, digest in zip(specs, digests, strict=True) if digest != spec.digest]
-    if damaged:
-        raise WeightsError(f"arrays are damaged after a delta was applied: {damaged}")
-    for spec in specs:
-        arrays[spec.name].flags.writeable = False
 
 
 class EncodedBlock(NamedTuple):

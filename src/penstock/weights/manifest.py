@@ -13,7 +13,7 @@ import os
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -181,10 +181,10 @@ def content_digest(specs: Iterable[ArraySpec]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def damaged_arrays(manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> list[str]:
-    """Names of arrays whose bytes are not those that were published; they have the manifest's layout."""
-    digests = _digests(arrays[spec.name] for spec in manifest.arrays)
-    return [spec.name for spec, digest in zip(manifest.arrays, digests, strict=True) if digest != spec.digest]
+def damaged_arrays(specs: Sequence[ArraySpec], arrays: Mapping[str, np.ndarray]) -> list[str]:
+    """Names of arrays whose bytes are not those that were published; they have the specs' layout."""
+    digests = _digests(arrays[spec.name] for spec in specs)
+    return [spec.name for spec, digest in zip(specs, digests, strict=True) if digest != spec.digest]
 
 
 def layout_of(arrays: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:

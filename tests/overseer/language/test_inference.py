@@ -202,7 +202,7 @@ def test_the_same_version_of_another_broadcaster_is_told_only_once_it_is_served(
 @pytest.mark.parametrize("frozen", [pytest.param((), marks=pytest.mark.slow), ("embedding",)])
 def test_the_first_weights_are_let_go_after_the_first_swap_but_for_those_that_never_travel(tmp_path, broadcast, frozen):
     role = make_role(tmp_path, Around())
-    weights = role._engine._batch.weights
+    weights = role._engine._batch.runner.weights
     named = named_leaves(weights.ends) | stack_names(named_leaves(weights.layers[0]))
     first = {name: weakref.ref(array) for name, array in named.items()}
     del weights, named
