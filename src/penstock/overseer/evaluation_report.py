@@ -87,7 +87,7 @@ class LessonReport:
         lesson_id: Which lesson.
         prompts: Number of distinct prompts; the independent draws.
         rollouts: Number of rollouts.
-        reward_mean: Mean episode reward; interval by Student's t over prompts.
+        reward_mean: Mean episode reward; `penstock.types.intervals.reward_interval` over prompts.
         success_rate: Share of rollouts that reach the lesson's success threshold; Wilson's interval.
         pass_at: k → pass@k, unbiased: for the ks asked for, else for k = 1, 2, 4, … and the responses per prompt.
         response_tokens: Mean tokens per response.
