@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from penstock.model.control.config import ControlModelConfig
 from penstock.overseer import FleetRunConfig
 from penstock.overseer.component import Settings
 from penstock.overseer.config_loading import build_config
@@ -87,13 +88,29 @@ def test_actions_that_a_policy_hardly_reaches_are_told(low, high, std, told):
         )
 
 
-def test_returns_beyond_what_values_learn_from_name_the_scale_that_brings_them_to_tens():
-    def results(reward: float) -> dict[str, RolloutBatchStats]:
-        return {"pole": RolloutBatchStats("pole", 1, 1, reward, 0.0, 0.0, 1.0, 0.0)}
+def results(reward: float) -> dict[str, RolloutBatchStats]:
+    return {"pole": RolloutBatchStats("pole", 1, 1, reward, 0.0, 0.0, 1.0, 0.0)}
 
-    assert large_returns(results(-1200.0), 1.0) == large_returns(results(2e6), 1e-5) == []
-    (words,) = large_returns(results(-2.5e6), 1.0)
+
+def test_returns_beyond_what_values_learn_from_name_the_scale_that_brings_them_to_tens():
+    apart = ControlModelConfig(value_network="separate")
+    assert large_returns(results(-1200.0), 1.0, apart) == large_returns(results(2e6), 1e-5, apart) == []
+    (words,) = large_returns(results(-2.5e6), 1.0, apart)
     assert "return is -2.5e+06" in words and words.endswith("set learner.reward_scale=auto, or 1e-05")
-    (words,) = large_returns(results(3e7), 0.01)
+    (words,) = large_returns(results(3e7), 0.01, ControlModelConfig())
     assert words.endswith("set learner.reward_scale=auto, or 1e-06")
-    assert large_returns(results(3e7), "auto") == []
+    assert large_returns(results(3e7), "auto", ControlModelConfig()) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "remedy"),
+    [
+        (ControlModelConfig(), "set learner.reward_scale=auto, or model.value_network=separate"),
+        (ControlModelConfig(memory="gru"), "set learner.reward_scale=auto"),
+        (ControlModelConfig(module="net.py:Net"), "set learner.reward_scale=auto"),
+    ],
+)
+def test_returns_that_drown_the_actions_in_layers_that_values_share_are_told(model, remedy):
+    assert large_returns(results(-21.0), 1.0, model) == large_returns(results(-290.0), 0.1, model) == []
+    (words,) = large_returns(results(-40.0), 1.0, model)
+    assert "the untrained policy's return is -40; " in words and words.endswith(remedy)

@@ -25,9 +25,7 @@ def test_the_plan_is_a_recipe_with_sizes_and_components():
 
 def test_without_the_simulator_the_plan_says_why_where_other_machines_may_make_it():
     changes = {"fleet": {"tasks": {"pole": {"id": "nowhere:make"}}}}
-    with pytest.raises(
-        ConfigError, match="task 'pole': simulator 'nowhere.make': no module named 'nowhere'"
-    ):
+    with pytest.raises(ConfigError, match="task 'pole': simulator 'nowhere.make': no module named 'nowhere'"):
         describe_plan(build(changes))
     text = describe_plan(build(changes | {"runtime": "ray"}))
     assert "# Model and memory: unknown, because no simulator can be made here: " in text and "nowhere" in text

@@ -20,6 +20,7 @@ from typing import Any, Literal, Self, final
 
 from penstock.learner import ControlLearner, load_checkpoint
 from penstock.model.control import read_control_form
+from penstock.model.control.config import ControlModelConfig
 from penstock.model.programs import Programs
 from penstock.overseer.component import Settings
 from penstock.overseer.control.evaluator import make_fleet_evaluator, metrics_of
@@ -50,6 +51,8 @@ FAR = 10.0
 """Bounds of so many standard deviations, or a fraction of one, are told to the user."""
 LARGE_RETURN = 1e4
 """Scaled returns beyond this are, too."""
+LARGE_SHARED_RETURN = 30.0
+"""The same where values may share layers with the actions, whose part of the loss they then drown."""
 
 WINDOW_S = 5.0
 """Rates are over so long, or over the time between the last two tellings where that is longer."""
@@ -284,18 +287,25 @@ def actions_out_of_reach(spaces: Spaces, std: float) -> list[str]:
     return found
 
 
-def large_returns(results: Results, reward_scale: float | Literal["auto"]) -> list[str]:
+def large_returns(results: Results, reward_scale: float | Literal["auto"], model: ControlModelConfig) -> list[str]:
     """Of each task whose returns drown the policy's loss in that of the values, what to set."""
     if reward_scale == "auto":
         return []
+    shared = model.value_network == "shared"
+    apart = ", or model.value_network=separate" if shared and model.module is None and model.memory == "none" else ""
     found = []
     for task, stats in results.items():
         scaled = abs(stats.reward_mean) * reward_scale
+        told = f"task {task}: the untrained policy's return is {stats.reward_mean:.3g}; "
         if scaled > LARGE_RETURN:
             fits = reward_scale * 10.0 ** -math.floor(math.log10(scaled) - 1)
             found.append(
-                f"task {task}: the untrained policy's return is {stats.reward_mean:.3g}; returns of some ones or tens "
-                f"are learned from best: set learner.reward_scale=auto, or {fits:g}"
+                f"{told}returns of some ones or tens are learned from best: set learner.reward_scale=auto, or {fits:g}"
+            )
+        elif shared and scaled > LARGE_SHARED_RETURN:
+            found.append(
+                f"{told}where values share layers with the actions, such returns leave these little to learn from: set "
+                f"learner.reward_scale=auto{apart}"
             )
     return found
 
@@ -430,7 +440,7 @@ class ControlKind:
         if run.config.evaluation.before:
             run.phase("evaluating the untrained policy")
             run.results["untrained"] = run.results["before"] = yield from run.evaluate("untrained")
-            for words in large_returns(run.results["untrained"], run.config.learner.reward_scale):
+            for words in large_returns(run.results["untrained"], run.config.learner.reward_scale, run.config.model):
                 run.log.event("badly_scaled", words=words)
 
     def checked(self, run: Run) -> PhaseSteps:
