@@ -1,7 +1,10 @@
 """Errors that quote the user's code stay in bounds."""
 
-from penstock.types import EnvironmentFailure
-from penstock.types.errors import MOST_FAILURE_CHARS, shortened
+import pytest
+
+from penstock.types import ConfigError, EnvironmentFailure
+from penstock.types.errors import MOST_FAILURE_CHARS, raised_at, shortened
+from penstock.types.importing import load_attribute
 
 
 def test_a_text_that_is_too_long_loses_its_middle():
@@ -14,3 +17,19 @@ def test_the_message_of_a_failure_is_bounded_whatever_was_raised():
     assert MOST_FAILURE_CHARS - 50 < len(message) <= MOST_FAILURE_CHARS
     assert str(EnvironmentFailure(message)) == message
     assert str(EnvironmentFailure("as it is")) == "as it is"
+
+
+def test_where_a_users_code_raised_is_its_own_innermost_line(tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text("import json\n\ndef score():\n    return json.loads('nothing')\n")
+    with pytest.raises(ValueError) as caught:
+        load_attribute(f"{file}:score", "reward")()
+    assert raised_at(caught.value) == " (rewards.py:4)"
+
+
+def test_where_only_penstocks_code_is_on_the_stack_no_place_is_told():
+    try:
+        load_attribute("nowhere:score", "reward")
+    except ConfigError as error:
+        error.__traceback__ = error.__traceback__.tb_next  # without this test's own line
+        assert raised_at(error) == ""

@@ -259,7 +259,7 @@ async def _awaited(rewards: Any) -> Any:
 
 def _error_of(error: BaseException, source: str) -> str:
     """What to say about an error of the function; its traceback goes to standard error, in bounds."""
-    from penstock.types.errors import MOST_FAILURE_CHARS, PenstockError, shortened
+    from penstock.types.errors import MOST_FAILURE_CHARS, PenstockError, raised_at, shortened
 
     if isinstance(error, PenstockError):
         return shortened(str(error), MOST_FAILURE_CHARS)
@@ -267,7 +267,8 @@ def _error_of(error: BaseException, source: str) -> str:
     with suppress(OSError):
         os.write(2, text.encode(errors="replace"))
     said = _text_of(error)
-    return shortened(f"{source} raised {type(error).__name__}{': ' if said else ''}{said}", MOST_FAILURE_CHARS)
+    words = f"{source} raised {type(error).__name__}{': ' if said else ''}{said}{raised_at(error)}"
+    return shortened(words, MOST_FAILURE_CHARS)
 
 
 def _text_of(error: BaseException) -> str:

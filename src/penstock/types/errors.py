@@ -23,10 +23,15 @@
     Stopped                     a wait that ended because the run is stopping; not a failure
 """
 
+import os
+import traceback
+
 MOST_FAILURE_CHARS = 4_000
 """Longest message of a failure that quotes the user's code, which may raise an error of any size."""
 
 _OMISSION_CHARS = 40  # room for the words that stand for what is left out
+_PENSTOCK = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
 def shortened(text: str, most_chars: int) -> str:
@@ -118,3 +123,18 @@ class NonFiniteError(RunFailed):
 
 class Stopped(PenstockError):
     """A bounded wait was ended by a stop request. Loops catch it to leave in good order."""
+
+
+def raised_at(error: BaseException) -> str:
+    """Where a user's code raised, as `` (rewards.py:9)``; empty where none of it is on the stack.
+
+    The innermost line that is neither Penstock's, Python's own, nor of an installed package; else of a package.
+    """
+    own = installed = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = os.path.abspath(frame.filename)
+        if "site-packages" in path.split(os.sep):
+            installed = f" ({os.path.basename(path)}:{frame.lineno})"
+        elif not frame.filename.startswith("<") and not path.startswith((_PENSTOCK, _STANDARD_LIBRARY)):
+            own = f" ({os.path.basename(path)}:{frame.lineno})"
+    return own or installed

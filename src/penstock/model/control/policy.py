@@ -42,6 +42,7 @@ from penstock.model.control.encoders import Encoder, ObservationStatistics
 from penstock.model.control.layers import Dense
 from penstock.model.control.memory import Memory, RecurrentMemory, State, WindowMemory, reset
 from penstock.types import ConfigError, LeafSpace, Spaces, fold, generator
+from penstock.types.errors import raised_at
 from penstock.types.importing import code_digest, load_attribute
 
 
@@ -495,8 +496,8 @@ def _asked(config: ControlModelConfig, what: str, call: Callable[[], Any]) -> An
         raise
     except Exception as error:  # whatever somebody's network raises
         words = str(error).strip().partition("\n")[0]
-        place = " (model.kwargs says where it lies)" if isinstance(error, FileNotFoundError) and config.kwargs else ""
-        raise _refused(config, f"{what} raised {type(error).__name__}: {words}{place}") from error
+        hint = " (model.kwargs says where it lies)" if isinstance(error, FileNotFoundError) and config.kwargs else ""
+        raise _refused(config, f"{what} raised {type(error).__name__}: {words}{hint}{raised_at(error)}") from error
 
 
 def _refused(config: ControlModelConfig, why: str) -> ConfigError:
