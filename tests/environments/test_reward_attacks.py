@@ -40,7 +40,7 @@ SAYS = {
     "kill_group": "ended its process by SIGKILL",
     "exit": r"ended its process \(exit code 7\)",
     "system_exit": "raised SystemExit: 3",
-    "interrupt": "raised KeyboardInterrupt \(misbehaving_rewards.py:\d+\)$",
+    "interrupt": r"raised KeyboardInterrupt \(misbehaving_rewards.py:\d+\)$",
     "raise": "raised ValueError: bad answer",
     "raise_much": r"raised ValueError: AAA.* … [0-9,]+ characters … AAA",
     "raise_unprintable": r"raised Unprintable: \(its text cannot be had: TypeError\)",
