@@ -10,6 +10,7 @@ validation ends at the first error (pydantic would otherwise make one for each e
 
 import json
 import secrets
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -53,9 +54,9 @@ class ApiError(Exception):
         }
         return {"error": error}
 
-    def response(self) -> JSONResponse:
+    def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
         """The answer that it is."""
-        return JSONResponse(self.body, status_code=self.status)
+        return JSONResponse(self.body, status_code=self.status, headers=headers)
 
 
 def _encodable(text: str) -> str:
@@ -65,11 +66,12 @@ def _encodable(text: str) -> str:
 
 async def respond(_: Request, error: Exception) -> JSONResponse:
     """The exception handler of the application; what is unexpected is also logged with its traceback."""
+    headers = None
     if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, error.detail)
+        error, headers = ApiError(error.status_code, error.detail), error.headers
     if not isinstance(error, ApiError):
         error = ApiError(500, f"internal error: {type(error).__name__}", code="internal_error")
-    return error.response()
+    return error.response(headers)
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
