@@ -189,6 +189,11 @@ class _Body(_Sampling):
         """Whether a stream ends with a count of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def named(self) -> frozenset[str]:
+        """The sampling parameters that it has, those that ask for nothing too."""
+        return frozenset(name for name in SAMPLING_FIELDS if getattr(self, name) is not None)
+
     def decoding(self, max_output_tokens: int) -> Decoding:
         """How to sample."""
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
@@ -377,6 +382,11 @@ class ChatBody(_Body, _Conversation):
         if self.top_logprobs and not self.logprobs:
             raise _refused("top_logprobs", "goes with logprobs: true only: give both or none")
         return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of the answer, by whichever name; None: as many as there is room for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def most_calls(self) -> int:

@@ -219,7 +219,7 @@ class Api:
         prompts = await self.work(lambda: [self._render(p, special=body.add_special_tokens) for p in body.prompts])
         seeds = body.prompt_seeds(len(prompts))
         requests = [
-            GenerationRequest(p, decoding, seed, body.n, alternatives=body.logprobs or 0)
+            GenerationRequest(p, decoding, seed, body.n, alternatives=body.logprobs or 0, named=body.named)
             for p, seed in zip(prompts, seeds, strict=True)
         ]
         form = AnswerForm(
@@ -236,15 +236,15 @@ class Api:
     async def chat_completions(self, request: Request) -> Response:
         """Answers a conversation."""
         body = await self._read(request, ChatBody)
-        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        decoding = body.decoding(self._max_seq_len if limit is None else limit)
+        decoding = body.decoding(body.most_tokens or self._max_seq_len)
         prompt = await self.work(lambda: self._conversation(body))
         beside = (body.top_logprobs or 0) if body.logprobs else None
         form = AnswerForm(
             self._tokenizer, body.model, True, decoding.stop_strings, beside,
             body.return_token_ids, body.return_tokens_as_token_ids, body.most_calls,
         )  # fmt: skip
-        asked = [GenerationRequest(prompt, decoding, folded_seeds(body.seed, 1)[0], body.n, alternatives=beside or 0)]
+        seed = folded_seeds(body.seed, 1)[0]
+        asked = [GenerationRequest(prompt, decoding, seed, body.n, alternatives=beside or 0, named=body.named)]
         told = await self._scored(request, asked, body.prompt_logprobs, body.prompt_logprobs, kept=True)
         return await self._answered(request, asked, form, told, body)
 
@@ -544,9 +544,7 @@ async def _events(
 def _complete(groups: list[list[Completion]]) -> list[list[Completion]]:
     """The same, unless the engine was stopped meanwhile."""
     if any(completion.finish_reason == "aborted" for group in groups for completion in group):
-        raise ApiError(
-            503, "the engine was stopped, or paused, before the response was complete", code="engine_unavailable"
-        )
+        raise ApiError(503, "the engine was stopped, or paused, before the answer ended", code="engine_unavailable")
     return groups
 
 
