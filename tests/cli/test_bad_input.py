@@ -8,6 +8,7 @@ import yaml
 
 from penstock.overseer.config_loading import load_config
 from penstock.rundir import RunDirectory
+from penstock.text import Tokenizer
 
 CATS = "curriculum.lessons.cats"
 
@@ -106,6 +107,29 @@ def test_a_mistake_in_a_recipe(penstock, tmp_path, text, part):
 def test_a_model_tokenizer_or_environment_that_is_not_there(penstock, tmp_path, override, parts):
     expect_refusal(penstock("train", "cats", override), *parts)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("template", "part"), [(None, "has no chat template"), ("{{ raise_exception('never') }}", "(never)")]
+)
+def test_a_chat_template_that_cannot_be_used_is_found_before_anything_is_written(penstock, tmp_path, template, part):
+    folder = tmp_path / "tokenizer"
+    Tokenizer.load("penstock").save(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    asked = [f"model.tokenizer={folder}", f"{CATS}.environment.env_args={{template: chat}}"]
+    expect_refusal(penstock("train", "cats", *asked), part)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("token", ["two\nlines", "päss", "a\tb"])
+def test_a_token_that_no_header_can_carry_is_refused_and_not_repeated(penstock, tmp_path, token):
+    (tmp_path / "token").write_text(token)
+    done = penstock("serve", "nowhere", "--token-file", "token")
+    expect_refusal(done, "--token-file token holds what no header can carry")
+    assert token not in done.stderr
+    asked = penstock("generate", "http://127.0.0.1:9", "--recipe", "cats", PENSTOCK_TOKEN=token)
+    expect_refusal(asked, "PENSTOCK_TOKEN holds what no header can carry")
 
 
 def test_a_run_directory_is_never_overwritten(penstock, tmp_path):

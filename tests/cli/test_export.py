@@ -62,3 +62,6 @@ def test_what_cannot_be_exported_is_one_line(penstock, adapter, tmp_path):
     assert whole.returncode == 2 and "is no adapter but a whole model" in whole.stderr
     there = penstock("export", str(adapter), "--out", "base")
     assert there.returncode == 2 and "--out base exists" in there.stderr
+    (tmp_path / "file").touch()
+    nowhere = penstock("export", str(adapter), "--out", "file/merged")
+    assert nowhere.returncode == 2 and "--out file/merged cannot be written" in nowhere.stderr

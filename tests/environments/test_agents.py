@@ -85,6 +85,26 @@ def test_the_tool_loop_of_the_official_client_is_a_rollout(served):
     assert all(call.n == 1 for call in context.calls) and len({call.seeds[0] for call in context.calls}) == 2
 
 
+@pytest.mark.parametrize(
+    ("sampling", "lessons", "overridden"),
+    [
+        ({"temperature": 1.0}, DECODING, 1),  # which is what the lesson's is where nobody says
+        ({"temperature": 1.0}, replace(DECODING, temperature=1.0), 0),
+        ({"top_k": -1}, replace(DECODING, top_k=5), 1),
+        ({"top_p": 1.0, "top_k": None}, DECODING, 0),
+        ({}, replace(DECODING, top_k=5), 0),
+    ],
+)
+def test_what_a_request_names_and_does_not_get_is_counted(served, sampling, lessons, overridden):
+    session = served(["42"]).session(lessons, 3)
+    body = {"model": "policy", "prompt": "6 times 7?", **sampling}
+    asked = httpx.post(
+        f"{session.base_url}/completions", json=body, headers={"authorization": f"Bearer {session.api_key}"}
+    )
+    assert asked.status_code == 200 and session.overridden == overridden
+    session.close()
+
+
 def test_requests_that_go_on_with_one_another_token_by_token_are_one_sample(served):
     context = served(["41", "42"])
     (rollout,), metrics = play(context, Asked(agents.asking_twice))

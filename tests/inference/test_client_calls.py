@@ -200,12 +200,15 @@ def test_echo_repeats_the_text_and_streams_it_first(client):
     assert complete(client, echo=True, max_tokens=0).choices[0].to_dict() == {
         "index": 0, "text": "go", "finish_reason": "length", "logprobs": None,
     }  # fmt: skip
-    whole = complete(client, echo=True, logprobs=2).choices[0]
-    parts = [chunk.choices[0] for chunk in complete(client, echo=True, logprobs=2, stream=True)]
-    assert parts[0].text == "go" and parts[0].logprobs.token_logprobs[0] is None
+    asked = {"prompt": "gé", "echo": True, "logprobs": 2, "max_tokens": 30}  # whose answers have halves of characters
+    whole = complete(client, **asked).choices[0]
+    parts = [chunk.choices[0] for chunk in complete(client, **asked, stream=True)]
+    assert parts[0].text == "gé" and parts[0].logprobs.token_logprobs[0] is None
     assert "".join(part.text for part in parts) == whole.text
     told = [number for part in parts if part.logprobs for number in part.logprobs.token_logprobs]
     assert told == whole.logprobs.token_logprobs
+    offsets = [offset for part in parts if part.logprobs for offset in part.logprobs.text_offset]
+    assert len(parts) > 4 and offsets == whole.logprobs.text_offset
     only = list(complete(client, echo=True, max_tokens=0, stream=True))
     assert "".join(chunk.choices[0].text for chunk in only) == "go" and only[-1].choices[0].finish_reason == "length"
 

@@ -44,6 +44,13 @@ def test_an_address_that_others_reach_needs_a_token(host):
     assert ServeConfig(host=host, token="long enough").host == host
 
 
+def test_a_server_s_own_defaults_stay_where_another_key_of_its_engine_is_given():
+    assert ServeConfig.model_validate({"engine": {"max_seq_len": 256}}).engine == EngineConfig(
+        max_slots=16, max_seq_len=256
+    )
+    assert ServeConfig(engine=EngineConfig(max_slots=2)).engine.max_slots == 2
+
+
 @pytest.mark.parametrize("kind", [ServeConfig, InferenceConfig])
 @pytest.mark.parametrize("given", [{"tls_cert": "a.pem"}, {"tls_key": "a.pem"}])
 def test_a_certificate_and_its_key_go_together(kind, given):
@@ -66,6 +73,7 @@ def test_loopback_addresses():
         ({"engine": "vllm"}, "engine is vllm, and external is missing"),
         ({"external": {"urls": ["http://a:1"]}}, "engine is builtin, and external has no effect"),
         ({"engine": "vllm", "external": {}}, "exactly one"),
+        ({"engine": "vllm", "external": {"urls": ["http://a:1"], "launch": ["{model}"], "weights": "none"}}, "exactly"),
         ({"engine": "vllm", "external": {"urls": ["a:1"]}}, "as http://HOST:PORT"),
         ({"engine": "vllm", "external": {"urls": ["http://a:1/v1"]}}, "without a path"),
         ({"engine": "vllm", "external": {"launch": ["vllm", "serve"]}}, "one of its words must be {model}"),

@@ -235,13 +235,20 @@ def test_a_cache_that_is_not_cleared_is_read_on(engine, make_decoder, monkeypatc
     assert np.abs(completion.response_logprobs[4:] - forward_logprobs(new, completion)[4:]).max() > 1e-2
 
 
-def test_a_pause_that_aborts_ends_everything_and_frees_the_slots(engine, monkeypatch):
+def test_a_pause_that_aborts_ends_what_came_before_it_and_frees_the_slots(engine, make_decoder, monkeypatch):
     slots = engine.config.max_slots
     paused = pause_during_first_dispatch(engine, monkeypatch, "abort")
     running, waiting = engine.submit([request(n=slots), request(n=2)])
     paused()
     assert [(c.finish_reason, len(c.response_tokens)) for c in running.result(WAIT_S)] == [("aborted", 4)] * slots
     assert [(c.finish_reason, len(c.response_tokens)) for c in waiting.result(WAIT_S)] == [("aborted", 0)] * 2
+    assert engine.stats()["inference/running"] == 0
+    (later,) = engine.submit([request(n=slots)])
+    engine.set_weights(WeightVersion(0, 5), make_decoder(9))  # which is taken beside a request that waits
+    engine.wait_until_served(WeightVersion(0, 5), WAIT_S)
+    assert engine.paused and not later.done()
+    engine.pause("abort", True, WAIT_S)
+    assert [c.finish_reason for c in later.result(WAIT_S)] == ["aborted"] * slots
     (later,) = engine.submit([request(n=slots)])
     engine.resume()
     assert [len(c.response_tokens) for c in later.result(WAIT_S)] == [16] * slots

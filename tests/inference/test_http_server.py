@@ -201,3 +201,5 @@ def test_a_directory_without_a_model_is_refused(tmp_path, checkpoint):
     assert model_directory(str(checkpoint / "model")) == checkpoint / "model"
     with pytest.raises(CheckpointError, match="holds no config.json"):
         serve(str(tmp_path / "nothing"), ServeConfig())
+    with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+        model_directory("x" * 5000)

@@ -304,6 +304,7 @@ def test_bodies_are_bounded_and_declared_as_json(raw):
 def test_unknown_paths_get_an_error_object_too(raw):
     for response, status in ((raw.get("/v2"), 404), (raw.get("/v1/completions"), 405)):
         assert (response.status_code, set(response.json()["error"])) == (status, {"message", "type", "param", "code"})
+    assert raw.get("/v1/completions").headers["allow"] == "POST"
 
 
 @pytest.mark.attack
@@ -446,10 +447,12 @@ def test_a_trainer_drives_a_server_by_the_routes_of_vllm(driven, make_decoder):
     assert driven.get("/weight_info").json() == {"weight_version": "0-0"}
     assert driven.post("/pause?mode=keep&clear_cache=true").json() == {"status": "paused"}
     assert driven.get("/is_paused").json() == {"is_paused": True}
+    assert (driven.get("/ready").status_code, driven.get("/health").status_code) == (503, 200)
     reload = RELOAD | {"kwargs": {"weights_path": "/checkpoints/other"}}
     assert driven.post("/collective_rpc", json=reload).json() == {"results": [None]}
     assert driven.post("/update_weight_version", json={"new_version": "1-17"}).json()["success"]
     assert driven.post("/resume").json() == {"status": "resumed"}
+    assert driven.get("/ready").status_code == 200
     after = driven.post("/v1/completions", json=asked).json()["choices"][0]
     assert (after["weight_steps"], after["lineage"]) == ([17] * 6, 1) and before["weight_steps"] == [0] * 6
     assert after["token_logprobs"] != before["token_logprobs"]

@@ -39,16 +39,18 @@ def read_token(path: Path | None) -> str | None:
     """A server's token; never taken from the command line, which every user of the machine can read.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or no client could send what it holds.
     """
-    if path is None:
-        return os.environ.get("PENSTOCK_TOKEN")
-    try:
-        return path.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        from penstock.types import ConfigError
+    from penstock.types import ConfigError
 
-        raise ConfigError(f"--token-file {path} cannot be read: {error}") from error
+    source = "PENSTOCK_TOKEN" if path is None else f"--token-file {path}"
+    try:
+        token = os.environ.get("PENSTOCK_TOKEN") if path is None else path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source} cannot be read: {error}") from error
+    if token is not None and not (token.isascii() and token.isprintable() and token == token.strip()):
+        raise ConfigError(f"{source} holds what no header can carry: a token is one line of printable ASCII")
+    return token
 
 
 def print_report(report: PrintableReport, as_json: bool = False) -> None:

@@ -159,13 +159,19 @@ def fit(
     config = load_config(recipe, overrides or [])
     if isinstance(config, FleetRunConfig):
         raise ConfigError(f"{recipe} trains a control policy: give a recipe with lessons, such as cats")
-    report = fit(config, target, _words(models), [_tokens(word) for word in _words(rows)], lora)
+    lengths = [_tokens(word) for word in _words(rows, "--rows")]
+    report = fit(config, target, _words(models, "--models"), lengths, lora)
     print_report(report, json)
     return report.exit_code
 
 
-def _words(given: str | None) -> list[str]:
-    return [word.strip() for word in (given or "").split(",") if word.strip()]
+def _words(given: str | None, option: str) -> list[str]:
+    from penstock.types import ConfigError
+
+    words = [word.strip() for word in (given or "").split(",") if word.strip()]
+    if given is not None and not words:
+        raise ConfigError(f"{option} is empty: leave it out for what the recipe says")
+    return words
 
 
 def _tokens(word: str) -> int:

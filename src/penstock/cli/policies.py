@@ -224,7 +224,7 @@ def generate(
     stem = "served" if served else Path(source or recipe or "").resolve().stem
     path = out or Path("generated") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}.parquet"
     mode = "eval" if held_out else "train"
-    print(generate(source, config, path, lesson or None, n, mode, os.environ.get("PENSTOCK_TOKEN")))
+    print(generate(source, config, path, lesson or None, n, mode, read_token(None) or None))
     return 0
 
 

@@ -163,6 +163,13 @@ class Environment(ABC):
             "remove learner.warm_start, or override reference_examples"
         )
 
+    def check_prompt(self, tokenizer: TextCodec) -> None:  # noqa: B027  (a hook: there may be no problems before asked)
+        """Renders one problem's prompt, before a run writes anything. To be replaced where problems are at hand.
+
+        Raises:
+            ConfigError: the tokenizer has no chat template, or one that refuses the messages.
+        """
+
     def close(self) -> None:  # noqa: B027  (a hook: most environments hold nothing)
         """Frees what the environment holds, such as processes. To be replaced where there is something."""
 

@@ -31,6 +31,7 @@ from penstock.types import (
     ProblemSet,
     Rollout,
     RolloutGroup,
+    TextCodec,
     as_seed,
     fold,
     generator,
@@ -321,6 +322,11 @@ class ExampleEnvironment(Environment):
             )
         return found[:n]
 
+    @override
+    def check_prompt(self, tokenizer: TextCodec) -> None:
+        if type(self).sample is ExampleEnvironment.sample:
+            self._rendered(tokenizer, self._pools["train"][0])
+
     @cached_property
     def _training_set(self) -> ProblemSet:
         digest = hashlib.sha256()
@@ -387,6 +393,8 @@ class ExampleEnvironment(Environment):
                 )
 
     def _task(self, inference_ctx: InferenceContext, example: Example, seed: int) -> Task:
+        return Task(example, *self._rendered(inference_ctx.tokenizer, example), seed)
+
+    def _rendered(self, tokenizer: TextCodec, example: Example) -> tuple[Prompt, np.ndarray]:
         prompt = self.shaped(example)
-        given = self.chat_template_kwargs(example)
-        return Task(example, prompt, inference_ctx.tokenizer.render(prompt, chat_template_kwargs=given), seed)
+        return prompt, tokenizer.render(prompt, chat_template_kwargs=self.chat_template_kwargs(example))

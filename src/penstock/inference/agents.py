@@ -186,7 +186,7 @@ class _Session:
                 raise Stopped("the rollout of this key is over")
             first, self._asked = self._asked, self._asked + len(requests)
             self._running += len(requests)
-            self.overridden += sum(self._differs(request.decoding) for request in requests)
+            self.overridden += sum(self._differs(request) for request in requests)
         futures = [Future[list[Completion]]() for _ in requests]
         for number, (request, future) in enumerate(zip(requests, futures, strict=True), start=first):
             asking = self._threads.submit(self._answer, number, request, future)
@@ -263,10 +263,9 @@ class _Session:
             stop_strings=tuple(dict.fromkeys((*own.stop_strings, *asked.stop_strings))),
         )
 
-    def _differs(self, asked: Decoding) -> bool:
+    def _differs(self, request: GenerationRequest) -> bool:
         """Whether a request wants to be sampled otherwise than the lesson says; what it leaves out, it does not."""
-        wanted = ((getattr(asked, name), getattr(self._decoding, name), name) for name in SAMPLING_FIELDS)
-        return any(value != getattr(_ABSENT, name) and value != own for value, own, name in wanted)
+        return any(_value(request.decoding, name) != _value(self._decoding, name) for name in request.named)
 
     def _end(self, future: Future[list[Completion]], asking: Future[None]) -> None:
         if asking.cancelled() or asking.exception() is not None:
@@ -276,4 +275,6 @@ class _Session:
             self._changed.notify_all()
 
 
-_ABSENT = Decoding()
+def _value(decoding: Decoding, name: str) -> float:
+    value = getattr(decoding, name)
+    return SAMPLING_FIELDS[name].neutral if value is None else value

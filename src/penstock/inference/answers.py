@@ -247,7 +247,7 @@ class AnswerForm:
         Args:
             index: Number of the choice, over all prompts.
             text: What is new of its text.
-            offset: Characters of its text before.
+            offset: Characters of its tokens before.
             sampled: What is new of its tokens.
         """
         said: dict[str, Any] = {"delta": {"content": text}} if self.chat else {"text": text}
@@ -333,13 +333,14 @@ class AnswerStream:
         self._form, self._with_usage = form, with_usage
         self._prompts = prompts
         self._texts = [TextStream(form.tokenizer, form.stop, form.tools > 0) for _ in prompts]
+        self._offsets = [0] * len(prompts)
         self._envelope = form.envelope(streamed=True)
 
     def begin(self) -> Iterator[bytes]:
         """Of a conversation: who speaks; of a prompt that is repeated: the prompt."""
         for index, prompt in enumerate(self._prompts):
             if prompt.echo is not None:
-                yield self._event(self._form.echo(index, prompt))
+                yield self._told(self._form.echo(index, prompt))
         if self._form.chat:
             for index in range(len(self._texts)):
                 yield self._event({"index": index, "delta": {"role": "assistant", "content": ""}, **_OPEN})
@@ -347,11 +348,17 @@ class AnswerStream:
     def add(self, index: int, sampled: Sampled) -> bytes:
         """A dispatch's tokens of choice `index`; empty where there is nothing to tell of them yet."""
         text = self._texts[index]
-        offset = text.told + len(self._prompts[index].echo or "")
         piece = text.add(sampled[0])
         if not (piece or self._form.logprobs is not None or self._form.token_ids):
             return b""
-        return self._event(self._form.delta(index, piece, offset, sampled))
+        return self._told(self._form.delta(index, piece, self._offsets[index], sampled))
+
+    def _told(self, choice: dict[str, Any]) -> bytes:
+        """A piece of a choice, with the next one's offset noted: that of whole answers."""
+        logprobs = choice["logprobs"]
+        if logprobs and logprobs.get("text_offset"):
+            self._offsets[choice["index"]] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+        return self._event(choice)
 
     def end(self, groups: Sequence[Sequence[Completion]]) -> Iterator[bytes]:
         """What is left of every choice, why it ended, and the end of the stream."""

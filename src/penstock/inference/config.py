@@ -7,9 +7,9 @@ its programs once. Not covered: what to sample, which each request says for itse
 import ipaddress
 import re
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from penstock.model.language.config import LoadingConfig, ModelConfig
 from penstock.types import ConfigError
@@ -144,7 +144,8 @@ class ExternalConfig(BaseModel):
     """Inference servers of another make: which they are, and how they get weights.
 
     Attributes:
-        urls: Where they listen, one for each of `inference.servers`.
+        urls: Where they listen, one for each of `inference.servers`. With `weights: none` they may be left out:
+            `penstock generate URL` says where.
         launch: Instead of `urls` the command that starts one, such as ``[/opt/vllm/bin/vllm, serve, "{model}"]``, in
             its own virtual environment. In place of ``{model}`` stands the directory that it loads; what Penstock needs
             of address, name, lengths and routes is added behind.
@@ -178,8 +179,11 @@ class ExternalConfig(BaseModel):
 
     @model_validator(mode="after")
     def _one_place(self) -> "ExternalConfig":
-        if bool(self.urls) == bool(self.launch):
-            raise ValueError("give urls, where servers listen, or launch, the command that starts one: exactly one")
+        if bool(self.urls) == bool(self.launch) and (self.urls or self.weights != "none"):
+            raise ValueError(
+                "give urls, where servers listen, or launch, the command that starts one: exactly one, or with weights "
+                "none neither"
+            )
         for url in self.urls:
             if not _SERVER_URL.fullmatch(url):
                 raise ValueError(f"urls holds {url!r}: give it as http://HOST:PORT, without a path or slash behind")
@@ -253,6 +257,7 @@ class InferenceConfig(EngineConfig):
         external = self.external
         if (self.engine == "builtin") != (external is None):
             what = "has no effect" if external is not None else "is missing: give external.urls or external.launch"
+            what += ", or external.weights=none for penstock generate URL" if external is None else ""
             raise ValueError(f"engine is {self.engine}, and external {what}")
         if external is None:
             return self
@@ -333,6 +338,12 @@ class ServeConfig(BaseModel):
     stop_timeout_s: float = Field(default=30.0, gt=0)
     model: LoadingConfig = LoadingConfig()
     engine: EngineConfig = EngineConfig(max_slots=16, max_seq_len=1024)
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _few_slots(cls, given: Any) -> Any:
+        """The keys that are given, beside this server's own defaults."""
+        return {"max_slots": 16, **given} if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _guarded(self) -> "ServeConfig":

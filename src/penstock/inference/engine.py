@@ -93,10 +93,9 @@ class InferenceEngine:
         self._next_weights: tuple[WeightVersion, ServedWeights] | None = None
         self._open_responses, self._fresh_start = 0, False
         self._compiled: list[CompiledProgram] = []
-        self._lazily, self._rest_asked = False, False
         self._begun = begun
         self._programs: LazyPrograms | None = None
-        self._ready, self._stopping = False, False
+        self._lazily = self._rest_asked = self._ready = self._stopping = False
         self._failure: BaseException | None = None
         self._running, self._cached_tokens = 0, 0
         self._pause: PauseMode | None = None
@@ -352,7 +351,7 @@ class InferenceEngine:
             return self._paused
 
     def pause(self, mode: PauseMode, clear_cache: bool, timeout_s: float) -> None:
-        """Computes nothing more; requests wait, and weights are taken meanwhile.
+        """Computes nothing more; later requests wait, and weights are taken meanwhile.
 
         Args:
             mode: What becomes of responses that run: they are kept for `resume`, waited for, or aborted, with those
@@ -367,7 +366,7 @@ class InferenceEngine:
         """
         with self._changed:
             self._refuse_if_ended()
-            self._pause, self._recompute = mode, clear_cache
+            self._pause, self._recompute, self._paused = mode, clear_cache, False
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._paused or self._stopping or self._failure, timeout_s)
             self._refuse_if_ended()
@@ -484,22 +483,23 @@ class InferenceEngine:
             return not self._stopping
 
     def _has_work(self) -> bool:
-        """What a pause leaves of it: waited for is what runs, aborted is everything."""
+        """What a pause leaves of it: waited for is what runs, aborted is everything that came before it."""
         if self._pause is None:
             return bool(self._waiting or self._batch.running or self._scorings)
         running = self._batch.running + (bool(self._scorings) and self._scorings[0].begun is not None)
         left = {"keep": 0, "wait": running, "abort": running + len(self._waiting) + len(self._scorings)}
-        return left[self._pause] > 0
+        return not self._paused and left[self._pause] > 0
 
     def _step(self) -> None:
         self._take_weights()
         self._drop_cancelled()
         with self._changed:
-            pause = self._pause
+            pause, aborts = self._pause, self._pause == "abort" and not self._paused
             recompute, self._recompute = self._recompute and pause is None, self._recompute and pause is not None
-        if pause == "abort":
-            self._close(self._abort())
+        if aborts:
+            aborted = self._abort()
             self._batch.clear()
+            self._close(aborted)
         if recompute:
             self._batch.recompute(self._served)
         if pause is None:

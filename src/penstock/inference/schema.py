@@ -10,6 +10,7 @@ validation ends at the first error (pydantic would otherwise make one for each e
 
 import json
 import secrets
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -53,9 +54,9 @@ class ApiError(Exception):
         }
         return {"error": error}
 
-    def response(self) -> JSONResponse:
+    def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
         """The answer that it is."""
-        return JSONResponse(self.body, status_code=self.status)
+        return JSONResponse(self.body, status_code=self.status, headers=headers)
 
 
 def _encodable(text: str) -> str:
@@ -65,11 +66,12 @@ def _encodable(text: str) -> str:
 
 async def respond(_: Request, error: Exception) -> JSONResponse:
     """The exception handler of the application; what is unexpected is also logged with its traceback."""
+    headers = None
     if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, error.detail)
+        error, headers = ApiError(error.status_code, error.detail), error.headers
     if not isinstance(error, ApiError):
         error = ApiError(500, f"internal error: {type(error).__name__}", code="internal_error")
-    return error.response()
+    return error.response(headers)
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -186,6 +188,11 @@ class _Body(_Sampling):
     def counts_usage(self) -> bool:
         """Whether a stream ends with a count of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The sampling parameters that it has, those that ask for nothing too."""
+        return frozenset(name for name in SAMPLING_FIELDS if getattr(self, name) is not None)
 
     def decoding(self, max_output_tokens: int) -> Decoding:
         """How to sample."""
@@ -375,6 +382,11 @@ class ChatBody(_Body, _Conversation):
         if self.top_logprobs and not self.logprobs:
             raise _refused("top_logprobs", "goes with logprobs: true only: give both or none")
         return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of the answer, by whichever name; None: as many as there is room for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def most_calls(self) -> int:

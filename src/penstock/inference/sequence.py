@@ -58,6 +58,7 @@ class GenerationRequest:
         on_tokens: Told of the tokens, log-probabilities and alternatives that each dispatch gave sample j: called by
             the engine's thread, so it returns at once and raises nothing.
         alternatives: How many of the most probable tokens are recorded at each position; not for training.
+        named: Sampling parameters that whoever asks named, whatever their values; the engine reads `decoding` alone.
     """
 
     prompt: np.ndarray
@@ -66,6 +67,7 @@ class GenerationRequest:
     n: int = 1
     on_tokens: Callable[[int, list[int], list[float], Alternatives | None], None] | None = None
     alternatives: int = 0
+    named: frozenset[str] = frozenset()
 
 
 def check_request(request: GenerationRequest, config: EngineConfig, vocab_size: int) -> None:

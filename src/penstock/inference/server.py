@@ -82,7 +82,6 @@ LONGEST_PAUSE_S = 0.05
 _Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 _Result = TypeVar("_Result")
 
-
 LoadWeights = Callable[[Path], Decoder]
 """Reads a policy directory; raises `ConfigError` or `CheckpointError`."""
 
@@ -108,8 +107,7 @@ def create_app(
     status = _Status(engine, api)
     control = [] if load_weights is None or rules.token is None else _Control(engine, load_weights).routes()
     routes = [
-        Route("/health", status.health, methods=["GET"]),
-        Route("/ready", status.health, methods=["GET"]),
+        *(Route(path, status.health, methods=["GET"]) for path in ("/health", "/ready")),
         Route("/version", status.version, methods=["GET"]),
         Route("/metrics", status.metrics, methods=["GET"]),
         *api.routes(),
@@ -133,12 +131,14 @@ class _Status:
     def __init__(self, engine: InferenceEngine, api: "Api") -> None:
         self._engine, self._api = engine, api
 
-    async def health(self, _: Request) -> JSONResponse:
-        """200 while the engine can answer, 503 with the reason when it cannot."""
+    async def health(self, request: Request) -> JSONResponse:
+        """200 while the engine can answer, 503 with the reason when it cannot; one that is paused is not ready."""
         try:
             self._engine.wait_until_ready(0.0)
         except Exception as error:  # whatever the reason: the answer to "healthy?" is no
             return JSONResponse({"status": "unavailable", "reason": str(error)}, status_code=503)
+        if self._engine.paused and request.url.path.endswith("/ready"):
+            return JSONResponse({"status": "paused"}, status_code=503)
         return JSONResponse({"status": "ok"})
 
     async def version(self, _: Request) -> JSONResponse:
@@ -219,7 +219,7 @@ class Api:
         prompts = await self.work(lambda: [self._render(p, special=body.add_special_tokens) for p in body.prompts])
         seeds = body.prompt_seeds(len(prompts))
         requests = [
-            GenerationRequest(p, decoding, seed, body.n, alternatives=body.logprobs or 0)
+            GenerationRequest(p, decoding, seed, body.n, alternatives=body.logprobs or 0, named=body.named)
             for p, seed in zip(prompts, seeds, strict=True)
         ]
         form = AnswerForm(
@@ -236,15 +236,15 @@ class Api:
     async def chat_completions(self, request: Request) -> Response:
         """Answers a conversation."""
         body = await self._read(request, ChatBody)
-        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        decoding = body.decoding(self._max_seq_len if limit is None else limit)
+        decoding = body.decoding(body.most_tokens or self._max_seq_len)
         prompt = await self.work(lambda: self._conversation(body))
         beside = (body.top_logprobs or 0) if body.logprobs else None
         form = AnswerForm(
             self._tokenizer, body.model, True, decoding.stop_strings, beside,
             body.return_token_ids, body.return_tokens_as_token_ids, body.most_calls,
         )  # fmt: skip
-        asked = [GenerationRequest(prompt, decoding, folded_seeds(body.seed, 1)[0], body.n, alternatives=beside or 0)]
+        seed = folded_seeds(body.seed, 1)[0]
+        asked = [GenerationRequest(prompt, decoding, seed, body.n, alternatives=beside or 0, named=body.named)]
         told = await self._scored(request, asked, body.prompt_logprobs, body.prompt_logprobs, kept=True)
         return await self._answered(request, asked, form, told, body)
 
@@ -544,7 +544,7 @@ async def _events(
 def _complete(groups: list[list[Completion]]) -> list[list[Completion]]:
     """The same, unless the engine was stopped meanwhile."""
     if any(completion.finish_reason == "aborted" for group in groups for completion in group):
-        raise ApiError(503, "the engine was stopped before the response was complete", code="engine_unavailable")
+        raise ApiError(503, "the engine was stopped, or paused, before the answer ended", code="engine_unavailable")
     return groups
 
 

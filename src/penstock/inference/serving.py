@@ -87,11 +87,14 @@ def model_directory(checkpoint: str) -> Path:
     """The directory of a checkpoint's model or adapter: itself, or ``model/`` inside a training checkpoint.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or none that can be looked at.
     """
     root = Path(checkpoint)
     places = (root, root / "model")
-    found = next((path for path in places if (path / "config.json").is_file() or is_adapter(path)), None)
+    try:
+        found = next((path for path in places if (path / "config.json").is_file() or is_adapter(path)), None)
+    except OSError as error:  # too long a name, or a folder that this user may not enter
+        raise CheckpointError(f"{checkpoint!r:.200} cannot be read: {error.strerror}") from error
     if found is None:
         raise CheckpointError(
             f"{checkpoint!r} holds no config.json, nor does its model/: give a checkpoint directory, or an adapter's"

@@ -87,18 +87,18 @@ def test_a_server_with_openais_api_answers_by_the_name_of_its_model(tmp_path, ma
     server.start()
 
     def asked(url, model="mine", token=TOKEN):
-        external = {"urls": [server.url], "weights": "none", "model": model}
+        external = {"weights": "none", "model": model}
         run = tiny({"inference": {"engine": "openai", "external": external, "prefill_rows": 8}})
         return generate(url, run, tmp_path / f"{len(list(tmp_path.iterdir()))}.parquet", n=2, token=token)
 
     try:
-        rows = pq.read_table(asked(server.url).path)
+        rows = pq.read_table(asked(f"{server.url}/v1").path)  # as `penstock serve` says it
         assert rows.num_rows == 6 and all(rows.column("response_tokens").to_pylist())
         assert not any(map(any, rows.column("response_logprobs").to_pylist())), "nobody says what they are"
         with pytest.raises(ConfigError, match="external.model is 'policy', and .* has 'mine': name one of them"):
             asked(server.url, "policy")
         with pytest.raises(ConfigError, match=r"v1/models: give the URL of a server as http://HOST:PORT"):
-            asked(f"{server.url}/v1")
+            asked(f"{server.url}/v2")
         with pytest.raises(ConfigError, match="answered 401 to /v1/models"):
             asked(server.url, token=None)
     finally:

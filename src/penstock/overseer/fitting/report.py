@@ -5,7 +5,7 @@ of both sides, those once that both read, reference, optimiser state, cache at i
 learner and the engine take beside it in any of their programs. A run that is asynchronous does both at the same time,
 one at staleness zero in turn. Bytes of arrays are those of their shapes, bytes of programs the compiler's. Of a vLLM
 server on the same card they follow from the shapes alone (`vllm_parts`); what it gives back while it sleeps, it does
-not take while the learner computes.
+not take while the learner computes. On this machine Python, JAX and compiled programs lie in the same memory.
 
 *Time* is a roofline (Williams et al. 2009, https://doi.org/10.1145/1498765.1498785): no phase of a step is faster than
 its products at the chip's rate, nor than its least traffic at the memory's; a step is its phases one after the other.
@@ -27,7 +27,14 @@ from penstock.learner.config import LearnerConfig
 from penstock.model.language.attention_choice import AttentionKernel, attends_again, attention_kernel, platform_named
 from penstock.model.language.config import ModelConfig
 from penstock.overseer.config import RunConfig
-from penstock.overseer.estimate import base_bytes, bytes_text, kv_cache_bytes, moving_bytes, reference_bytes
+from penstock.overseer.estimate import (
+    PROCESS_BYTES,
+    base_bytes,
+    bytes_text,
+    kv_cache_bytes,
+    moving_bytes,
+    reference_bytes,
+)
 from penstock.overseer.fitting.chips import CUDA_FRACTION, Chip
 from penstock.overseer.fitting.compiling import CompiledPart, RunShapes, growth_bytes, tree_bytes
 
@@ -346,7 +353,8 @@ def make_report(config: RunConfig, shapes: RunShapes, programs: list[CompiledPar
         model=f"{model.model_type}, {model.parameter_count:,} parameters, {model.dtype}",
         chip=chip.label,
         capacity_bytes=chip.memory_bytes,
-        parts=memory_parts(config, shapes, programs),
+        parts=memory_parts(config, shapes, programs)
+        | ({"the process itself": PROCESS_BYTES} if chip.platform == "cpu" else {}),
         programs=tuple(programs),
         slots=(engine.max_slots, engine.max_seq_len),
         slot_bytes=kv_cache_bytes(model, 1, engine.max_seq_len),

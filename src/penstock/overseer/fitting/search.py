@@ -51,7 +51,7 @@ def fit(
 
     Raises:
         ConfigError: no such chip, compiler, shape, row length or rank, sequences may be longer than what the model is
-            meant for, or nothing is known of the engine.
+            meant for, the run is far beyond the chip, or nothing is known of the engine.
     """
     if config.inference.engine in ("sglang", "openai"):
         raise ConfigError(
@@ -71,6 +71,13 @@ def fit(
         if run.inference.external is None:
             check_length(model, run.inference)
     chip = parse_target(target)
+    for run, model in runs.values():
+        taken = estimate_memory(model, run.inference, run.learner, chip.platform == "cpu").total_bytes
+        if taken > _FAR * chip.memory_bytes:
+            raise ConfigError(
+                f"by formula the run takes {bytes_text(taken)}, more than {_FAR} times what {chip.label} has "
+                f"({bytes_text(chip.memory_bytes)}): nothing was compiled; look for a number that is too large"
+            )
     if chip.platform != "cpu":
         prepare_compilers()
     from penstock.overseer.fitting.compiling import ChipCompiler
@@ -81,6 +88,10 @@ def fit(
     (run,) = runs.values()
     report = fit_run(*run, compiler)
     return report if report.fits else replace(report, remedy=smallest_change(*run, compiler, report, adaptable))
+
+
+_FAR = 100
+"""Times a chip's memory, beyond which nothing is compiled: a compiler would take minutes for it, or all memory."""
 
 
 def _check_lora(rank: int, config: RunConfig, adaptable: bool) -> None:

@@ -13,6 +13,7 @@ from penstock.model.language import Decoder, load_decoder, named_arrays, save_de
 from penstock.model.language.config import LoadingConfig
 from penstock.model.language.hugging_face import with_merged
 from penstock.model.language.lora import is_adapter
+from penstock.rundir.storage import check_place
 from penstock.text import Tokenizer
 from penstock.types import ConfigError
 
@@ -40,13 +41,14 @@ def export(checkpoint: Path | str, out: Path, config: ExportConfig) -> Path:
 
     Raises:
         CheckpointError: adapter or base cannot be read.
-        ConfigError: it is no adapter, or `out` is there.
+        ConfigError: it is no adapter, or `out` is there, or cannot be.
     """
     directory = model_directory(str(checkpoint))
     if not is_adapter(directory):
         raise ConfigError(f"{checkpoint} is no adapter but a whole model: copy {directory} as it is")
     if out.exists():
         raise ConfigError(f"--out {out} exists: name a directory that is not there")
+    check_place(out, "--out")
     policy = config.model.policy(directory)
     tokenizer = Tokenizer.load(policy.tokenizer_path)
     merged = with_merged(load_decoder(directory, "float32", policy.base))

@@ -71,8 +71,8 @@ def generate(
 
     Args:
         source: A run's ``checkpoints/step-<n>``, a Hugging Face directory, or the URL of a `penstock serve`, or of a
-            server of the recipe's ``inference.engine``, with the recipe's tokenizer; None takes the policy that the
-            recipe's ``model`` says.
+            server of the recipe's ``inference.engine``, with the recipe's tokenizer, whatever ``external.urls`` says;
+            a ``/v1`` behind it is left out. None takes the policy that the recipe's ``model`` says.
         config: The recipe, its name or its path.
         path: A Parquet file, with the columns of a run's rollouts, or a JSONL file with a conversation per line.
         lessons: Which lessons; all by default.
@@ -146,7 +146,7 @@ def version_of(source: Path | str | None) -> int:
 @contextmanager
 def _manager(source: Path | str | None, config: RunConfig, token: str | None) -> Iterator[RolloutManager]:
     if isinstance(source, str) and source.startswith(("http://", "https://")):
-        with _served(source.rstrip("/"), config, token) as context:
+        with _served(source.rstrip("/").removesuffix("/v1"), config, token) as context:
             agents = AgentEndpoint.of(config.inference, context.tokenizer)
             manager = RolloutManager(Curriculum(config.curriculum), context, config.seed, agents=agents)
             try:

@@ -340,19 +340,28 @@ class LanguageKind:
         return Progress(f"penstock · {recipe}", config.steps, config.replay.staleness_budget)
 
     def check(self, config: RunConfig) -> None:
-        """The model's shape and the tokenizer; weights are loaded by the learner."""
-        for environment in self._environments.values():
-            environment.close()  # every worker makes its own
-        shape = model_shape(config.model)
-        Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs)
+        """The model's shape, the tokenizer, and a prompt of each lesson; weights are loaded by the learner."""
+        try:
+            shape = model_shape(config.model)
+            self._tokenizer(config)
+        finally:
+            for environment in self._environments.values():
+                environment.close()  # every worker makes its own
         check_with_model(config, shape)
+
+    def _tokenizer(self, config: RunConfig) -> Tokenizer:
+        """The policy's, which a prompt of each lesson was tried with."""
+        tokenizer = Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs)
+        for environment in self._environments.values():
+            environment.check_prompt(tokenizer)
+        return tokenizer
 
     def begin(self, config: RunConfig) -> RunStart:
         """Decoder and tokenizer; programs of learner and engine are compiled while they are loaded."""
         shape = _expected_shape(config)
         begun = None if shape is None else _compiling(shape, config)
         try:
-            tokenizer = Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs)
+            tokenizer = self._tokenizer(config)
             policy = load_policy(config.model, config.seed, tokenizer)
             check_with_model(config, policy.config)
         except BaseException:
