@@ -1,7 +1,9 @@
 """Errors that quote the user's code stay in bounds."""
 
-from penstock.types import EnvironmentFailure
-from penstock.types.errors import MOST_FAILURE_CHARS, shortened
+import pytest
+
+from penstock.types import ConfigError, EnvironmentFailure, RunFailed
+from penstock.types.errors import MOST_FAILURE_CHARS, errors_of_user_code, shortened
 
 
 def test_a_text_that_is_too_long_loses_its_middle():
@@ -14,3 +16,22 @@ def test_the_message_of_a_failure_is_bounded_whatever_was_raised():
     assert MOST_FAILURE_CHARS - 50 < len(message) <= MOST_FAILURE_CHARS
     assert str(EnvironmentFailure(message)) == message
     assert str(EnvironmentFailure("as it is")) == "as it is"
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), SystemExit("odd"), StopIteration("odd")])
+def test_whatever_a_users_code_raises_is_one_error(error):
+    with (
+        pytest.raises(
+            ConfigError, match=f"^making it raised {type(error).__name__} about 'a': odd; remove it$"
+        ) as told,
+        errors_of_user_code(ConfigError, "making it raised", "; remove it", about=" about 'a'"),
+    ):
+        raise error
+    assert told.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [RunFailed("told already"), KeyboardInterrupt()])
+def test_penstocks_own_errors_and_what_ends_a_process_go_through_a_users_code(error):
+    with pytest.raises(type(error)) as told, errors_of_user_code(ConfigError, "making it raised"):
+        raise error
+    assert told.value is error

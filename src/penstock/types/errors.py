@@ -23,6 +23,9 @@
     Stopped                     a wait that ended because the run is stopping; not a failure
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 MOST_FAILURE_CHARS = 4_000
 """Longest message of a failure that quotes the user's code, which may raise an error of any size."""
 
@@ -118,3 +121,21 @@ class NonFiniteError(RunFailed):
 
 class Stopped(PenstockError):
     """A bounded wait was ended by a stop request. Loops catch it to leave in good order."""
+
+
+@contextmanager
+def errors_of_user_code(kind: type[PenstockError], told: str, after: str = "", about: str = "") -> Generator[None]:
+    """What a user's code raises inside, `SystemExit` among it, is raised as one error; Penstock's own go on.
+
+    Args:
+        kind: Of the error.
+        told: Its message up to the name of what was raised: ``lesson 'a' raised``.
+        after: How the message ends, behind what was raised said.
+        about: What stands behind its name: `` about 'problem 7'``.
+    """
+    try:
+        yield
+    except PenstockError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise kind(f"{told} {type(error).__name__}{about}: {error}{after}") from error

@@ -47,7 +47,6 @@ from penstock.types import (
     Caller,
     ConfigError,
     NoProgressError,
-    PenstockError,
     ProblemSet,
     RetryingCaller,
     RLExample,
@@ -55,6 +54,7 @@ from penstock.types import (
     RolloutSink,
     RunFailed,
 )
+from penstock.types.errors import errors_of_user_code
 
 
 class CurriculumRole(ThreadedComponent):
@@ -219,15 +219,9 @@ def arrived_examples(
 
 def _training_set(environment: Environment, env_class: str) -> ProblemSet | None:
     """`Environment.training_set`, which may be a user's, or read files that are."""
-    try:
+    told = f"env_class {env_class!r}: making its problems raised"
+    with errors_of_user_code(ConfigError, told, " (PENSTOCK_TRACEBACK=1 shows where)"):
         problems: Any = environment.training_set()
-    except PenstockError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        raise ConfigError(
-            f"env_class {env_class!r}: making its problems raised {type(error).__name__}: {error} "
-            "(PENSTOCK_TRACEBACK=1 shows where)"
-        ) from error
     if not isinstance(problems, ProblemSet | None):
         raise ConfigError(
             f"env_class {env_class!r}: training_set returned {problems!r:.60}: it must be a penstock.types.ProblemSet, "
