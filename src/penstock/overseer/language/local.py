@@ -238,13 +238,10 @@ class LocalReplay(ThreadedComponent):
             return manager.group_size(lesson_id) if lesson_id in config.curriculum.lessons else 0
 
         self.opened = open_replay(
+            settings,
             config.replay,
-            settings.directory,
-            settings.lineage,
             LANGUAGE,
             make_batch_makers(config, environment_names),
-            steps=config.steps,
-            keep_checkpoints=config.overseer.keep_checkpoints,
             tickets=TicketRules(config.seed, curriculum, group_size_of, problems=problems),
             on_group=on_group,
             on_damage=log.damage,

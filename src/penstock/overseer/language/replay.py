@@ -286,13 +286,10 @@ class ReplayRole(ThreadedComponent):
         self._handling, self._receiving = CallCounter(self.activity), CallCounter(self.activity)
         rules = TicketRules(config.seed, self._curriculum, self._group_size, self._curriculum.may_draw, problems or {})
         opened = self._replay = open_replay(
+            settings,
             replay,
-            settings.directory,
-            lineage,
             LANGUAGE,
             make_batch_makers(config, self._environment_names()),
-            steps=config.steps,
-            keep_checkpoints=config.overseer.keep_checkpoints,
             tickets=rules,
             clock=clock.now,
             on_group=self._on_group,
