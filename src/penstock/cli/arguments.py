@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from penstock.text.safe_text import printable
+from penstock.types import ConfigError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -46,8 +49,6 @@ def read_token(path: Path | None) -> str | None:
     try:
         return path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        from penstock.types import ConfigError
-
         raise ConfigError(f"--token-file {path} cannot be read: {error}") from error
 
 
@@ -74,8 +75,6 @@ def only(names: Sequence[str], what: str, example: str) -> str:
     Raises:
         ConfigError: there is none, or more than one.
     """
-    from penstock.types import ConfigError
-
     if not names:
         raise ConfigError(f"{what} is missing; for example: {example}")
     if len(names) > 1:
@@ -90,8 +89,6 @@ def refuse_run_directory(path: Path) -> None:
     Raises:
         ConfigError: it is a run directory.
     """
-    from penstock.types import ConfigError
-
     steps = [int(found.name.removeprefix("step-")) for found in path.glob("checkpoints/step-*") if found.is_dir()]
     if steps:
         newest = path / "checkpoints" / f"step-{max(steps)}"
@@ -112,7 +109,6 @@ def recorded_config(run_dir: Path, overrides: Sequence[str], trust: bool, sectio
     """
     from penstock.overseer.config_loading import load_recorded_config
     from penstock.rundir import RunDirectory
-    from penstock.text.safe_text import printable
 
     directory = RunDirectory(run_dir)
     config, code = load_recorded_config(directory, overrides, trust, sections)

@@ -19,6 +19,7 @@ from penstock.cli.arguments import (
     recorded_config,
     refuse_run_directory,
 )
+from penstock.types import ConfigError
 
 commands = typer.Typer()
 
@@ -192,7 +193,6 @@ def generate(
     A server's token is read from PENSTOCK_TOKEN.
     """
     from penstock.overseer import FleetRunConfig, load_config
-    from penstock.types import ConfigError
 
     words = list(overrides or [])
     if source is not None and "=" in source and "://" not in source and not os.path.exists(source):
@@ -291,8 +291,6 @@ def _resumed(names: Sequence[str], run_dir: Path | None) -> tuple[str, Path]:
 
 def _run_of(checkpoint: Path) -> Path:
     """The run directory that a checkpoint lies in, wherever a link to it lies."""
-    from penstock.types import ConfigError
-
     for folder in checkpoint.resolve().parents:
         if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file():
             return folder.parent
@@ -304,15 +302,11 @@ def _run_of(checkpoint: Path) -> Path:
 
 
 def _refuse_trust(trust: bool, what: str) -> None:
-    from penstock.types import ConfigError
-
     if trust:
         raise ConfigError(f"--trust goes with {what}: a recipe that you name is yours")
 
 
 def _refuse_given(given: dict[str, bool], whose: str) -> None:
-    from penstock.types import ConfigError
-
     for option, is_given in given.items():
         if is_given:
             raise ConfigError(f"{option} is for {whose} evaluation only: leave it out")
@@ -320,8 +314,6 @@ def _refuse_given(given: dict[str, bool], whose: str) -> None:
 
 def _ks(words: Sequence[str] | None) -> list[int] | None:
     """The ks of pass@k: whole numbers, several of a word apart by commas."""
-    from penstock.types import ConfigError
-
     if not words:
         return None
     ks = [each.strip() for word in words for each in word.split(",")]
@@ -332,8 +324,6 @@ def _ks(words: Sequence[str] | None) -> list[int] | None:
 
 
 def _refuse_token(overrides: Sequence[str]) -> None:
-    from penstock.types import ConfigError
-
     if any(word.partition("=")[0].strip() == "token" for word in overrides):
         raise ConfigError(
             "token on the command line can be read by every user of this machine: put it in a file (--token-file), or "
