@@ -44,11 +44,11 @@ def make_batch_makers(config: RunConfig, environments: Collection[str]) -> list[
             f"replay.batch_makers names {', '.join(unknown)}: no such environment; this run has "
             f"{', '.join(sorted(environments))}"
         )
-    own_loss = learner.loss.load_module()
+    advantage = learner.loss.estimator()
     return [
         make_batch_maker(
             maker,
-            advantage=learner.loss.advantage if own_loss is None else own_loss.compute_advantages,
+            advantage=advantage,
             max_tokens=learner.row_length,
             max_samples=replay.max_samples,
             ordered=replay.synchronous,

@@ -121,10 +121,7 @@ class ReferenceScores:
     def __init__(self, config: RunConfig, learner: Caller) -> None:
         self._kl = config.learner.kl
         loss = config.learner.loss
-        own_loss = loss.load_module() if self._kl.in_reward else None
-        self._advantage: AdvantageName | GroupAdvantage = (
-            loss.advantage if own_loss is None else own_loss.compute_advantages
-        )
+        self._advantage: AdvantageName | GroupAdvantage = loss.estimator() if self._kl.in_reward else loss.advantage
         self._keeps = config.replay.max_samples != 1
         self._calls = RetryingCaller(learner, "learner-0")
         self.stop = self._calls.stop
