@@ -557,7 +557,7 @@ def make_learner(ctx: ComponentContext, settings: Mapping[str, Any]) -> LearnerC
     return LearnerComponent(ctx, Settings.of(settings, RunConfig), LanguageKind())
 
 
-def make_inference(ctx: ComponentContext, settings: Mapping[str, Any]) -> ServingRole:
+def make_inference(ctx: ComponentContext, settings: Mapping[str, Any]) -> ServingRole[Any]:
     """Factory of an inference server."""
     values = Settings.of(settings, RunConfig)
     return InferenceRole(ctx, values) if values.config.inference.external is None else ExternalInference(ctx, values)
