@@ -19,7 +19,7 @@ from penstock.overseer.launch.launcher import Handle, Launcher
 from penstock.overseer.supervisor.heartbeat import Heartbeat
 from penstock.overseer.supervisor.member import ComponentSpec, Lifecycle, Member, RestartBudget, SupervisorOwner
 from penstock.overseer.supervisor.messages import Identity, Membership, Report
-from penstock.overseer.supervisor.scaling import RoleSizes, SpecMaker
+from penstock.overseer.supervisor.scaling import SpecMaker, size_changes
 from penstock.overseer.supervisor.stopping import Background, in_background, stop_all
 from penstock.overseer.supervisor.stragglers import Stragglers
 from penstock.types import ConfigError, RunFailed, UnreachableError
@@ -88,7 +88,7 @@ class Supervisor:
         self._patience = SuspendAwareClock(clock, config.heartbeat_timeout_s / 4)
         self._members: dict[str, Member] = {}
         self._incarnations: dict[str, int] = {}
-        self._sizes = RoleSizes()
+        self._scalable: dict[str, tuple[SpecMaker, int]] = {}
         self._stragglers = Stragglers(config.straggler_factor)
         self._stragglers_due = 0.0
         self._lives = Lifecycle(config, owner, self._stragglers, background)
@@ -119,7 +119,7 @@ class Supervisor:
             make: Index → component.
             least: So many there must be.
         """
-        self._sizes.allow(role, make, least)
+        self._scalable[role] = make, least
 
     def scale(self, role: str, count: int, *, where_there_is_room: bool = False) -> None:
         """Adds components of a role, or drains and removes those of the highest indexes; returns at once.
@@ -134,7 +134,7 @@ class Supervisor:
         """
         staying = {m.spec.index for m in self._members.values() if m.spec.role == role and not m.leaving}
         taken = {m.spec.index for m in self._members.values() if m.spec.role == role}
-        more, fewer = self._sizes.changes(role, count, staying, taken)
+        more, fewer = size_changes(self._scalable, role, count, staying, taken)
         if where_there_is_room and more:
             waiting = [m.spec.resources for m in self._members.values() if m.phase == "waiting"]
             self._launcher.check_room([(Identity(role, spec.index, 0), spec.resources) for spec in more], waiting)
