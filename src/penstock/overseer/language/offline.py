@@ -169,7 +169,7 @@ class OfflineKind:
 
     def make_update_log(self, config: RunConfig, log: RunLog) -> Updates:
         """Without an engine."""
-        return Updates(log, 0, success_threshold=min(success_thresholds(config).values()), offline=True)
+        return Updates(log, True, success_threshold=min(success_thresholds(config).values()), offline=True)
 
     def failures(self, run: Run) -> tuple[int, str]:
         """None: nothing is generated."""
