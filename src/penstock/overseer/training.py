@@ -247,7 +247,7 @@ def open_run(request: RunRequest, feed: "UpdateFeed | None" = None) -> tuple[Run
         else:
             log, run = _under_ray(kind, settings, crew, opened, resume)
         try:
-            oversee(run, crew, log, config, directory, request.quiet)
+            oversee(run, crew, request.quiet)
         except (ConfigError, CheckpointError):
             if recorded is not None and log.step == step_of(checkpoint):  # no update was made with what is refused
                 directory.write_config(recorded)
@@ -331,19 +331,13 @@ def _note_missing(directory: RunDirectory, config: "RunConfig | FleetRunConfig",
             log.event("files_missing", path=str(path), reason=f"it is empty: {reason}")
 
 
-def oversee(
-    conductor: Run,
-    crew: ThreadGroup,
-    log: RunLog,
-    config: "RunConfig | FleetRunConfig",
-    directory: RunDirectory,
-    quiet: bool,
-) -> None:
+def oversee(run: Run, crew: ThreadGroup, quiet: bool) -> None:
     """Runs it to its end; closes the log. Memory that killed runs left on this machine is freed before."""
+    log, directory = run.log, run.tasks.settings.directory
     try:
         for found in free_abandoned():
             log.event("memory_freed", path=str(found.path), bytes=found.nbytes)
-        Overseer(conductor, crew, directory, log, TerminalView(log.progress, quiet=quiet), config.overseer).run()
+        Overseer(run, crew, directory, log, TerminalView(log.progress, quiet=quiet), run.config.overseer).run()
     except Exception as error:
         if directory.events_path.exists():
             error.add_note(f"the story is in {directory.events_path}")
