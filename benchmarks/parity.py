@@ -28,7 +28,7 @@ from penstock.model.language import Decoder, InitConfig, save_decoder
 from penstock.overseer import RunConfig
 from penstock.overseer.config_loading import build_config
 from penstock.overseer.language.kind import LanguageKind
-from penstock.overseer.training import open_run
+from penstock.overseer.training import RunRequest
 from penstock.rundir import read_metrics
 from penstock.text import Tokenizer
 from penstock.types import PenstockError
@@ -121,7 +121,7 @@ def run(config: RunConfig, folder: Path, fault: str, first: int) -> tuple[str, l
     error = ""
     try:
         with parity_faults.in_this_process(fault, first):
-            open_run(LanguageKind(environments, factories), config, folder, False, "parity", True)
+            RunRequest(LanguageKind(environments, factories), config, folder, False, "parity", True).run()
     except PenstockError as failure:
         error = str(failure)
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if "train/loss" in row]

@@ -9,7 +9,7 @@ from penstock.environments import load_environment
 from penstock.inference import InferenceEngine
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.language.kind import LanguageKind
-from penstock.overseer.training import open_run
+from penstock.overseer.training import RunRequest
 from penstock.types import WeightVersion
 
 STALE, FROM_STEP = "inference-1#0", 3
@@ -40,4 +40,4 @@ def train(run_dir: Path, *words: str) -> None:
     config = load_config("cats", [*words])
     lessons = config.curriculum.lessons.items()
     environments = {name: load_environment(lesson.environment.spec) for name, lesson in lessons}
-    open_run(LanguageKind(environments, {"inference": make_inference}), config, run_dir, False, "cats", True)
+    RunRequest(LanguageKind(environments, {"inference": make_inference}), config, run_dir, False, "cats", True).run()

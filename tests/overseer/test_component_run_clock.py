@@ -1,10 +1,12 @@
 """Rollouts are as old as the replay buffer's clock says, whatever becomes of the clocks of machines."""
 
 import threading
+from typing import Any
 
 import pytest
 
 from penstock.overseer.component import ASK_S, RunClock, SteadyClock
+from penstock.overseer.supervisor.messages import Identity, Membership, Peer
 from penstock.types import UnreachableError
 
 
@@ -24,9 +26,18 @@ class Replay:
         self.machine = machine
         self.begin()
         self.asked, self.there = 0, True
+        self.living = Identity("replay", 0, 0)
 
     def begin(self) -> None:
         self.clock = SteadyClock(lambda: self.machine.wall, lambda: self.machine.steady)
+
+    @property
+    def view(self) -> Membership:
+        return Membership(peers=(Peer(self.living, {}),))
+
+    def caller(self, name: str) -> "Replay":
+        assert name == "replay-0"
+        return self
 
     def call(self, method: str, *args: object, timeout_s: float) -> float:
         assert method == "now" and not args
@@ -42,7 +53,8 @@ def replay():
 
 
 def clock_of(worker: Machine, replay: Replay) -> RunClock:
-    return RunClock(replay, lambda: worker.wall, lambda: worker.steady)
+    ctx: Any = replay  # as a component is given it
+    return RunClock(ctx, lambda: worker.wall, lambda: worker.steady)
 
 
 @pytest.mark.attack
@@ -91,7 +103,7 @@ class Looks(threading.Event):
 
 
 def test_another_buffer_is_asked_at_once_and_the_same_one_now_and_then(replay):
-    worker, living, asked = Machine(0.0, 0.0), ["replay-0#0"], []
+    worker, asked = Machine(0.0, 0.0), []
     clock = clock_of(worker, replay)
 
     def look(change=lambda: None):
@@ -104,16 +116,16 @@ def test_another_buffer_is_asked_at_once_and_the_same_one_now_and_then(replay):
     looks = [
         look(),
         look(),
-        look(lambda: living.__setitem__(0, "replay-0#1")),
+        look(lambda: setattr(replay, "living", Identity("replay", 0, 1))),
         look(lambda: worker.pass_time(ASK_S)),
         look(),
     ]
-    clock.follow(lambda: living[0], Looks(looks))
+    clock.follow(Looks(looks))
     assert [*asked, replay.asked] == [0, 1, 1, 2, 3, 3]
 
 
 def test_a_buffer_that_did_not_answer_is_asked_again_at_the_next_look(replay):
     replay.there = False
     clock = clock_of(Machine(0.0, 0.0), replay)
-    clock.follow(lambda: "replay-0#0", Looks([lambda: None] * 3))
+    clock.follow(Looks([lambda: None] * 3))
     assert replay.asked == 3

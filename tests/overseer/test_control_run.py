@@ -22,7 +22,7 @@ from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.scaling import ask_to_scale
 from penstock.overseer.tasks import SupervisedTasks
-from penstock.overseer.training import DamageList, resume_point
+from penstock.overseer.training import resume_point
 from penstock.rundir import RunDirectory, read_events, read_json_lines, read_metrics, read_status
 from penstock.types import RunFailed
 from tests.overseer.conftest import merged
@@ -65,7 +65,7 @@ class Run:
         lineage, checkpoint, states = 0, None, None
         if path.exists():
             self.directory = RunDirectory.open_existing(path)
-            lineage, checkpoint = resume_point(self.directory, DamageList())
+            lineage, checkpoint, _ = resume_point(self.directory)
             states = read_states(checkpoint)
         else:
             self.directory = RunDirectory.create(path, config.dump())

@@ -11,7 +11,7 @@ from penstock.overseer import RunConfig
 from penstock.overseer.kind import check_kept
 from penstock.overseer.language.kind import check_language_resume
 from penstock.overseer.progress import Progress
-from penstock.overseer.training import DamageList, create_run, open_log
+from penstock.overseer.training import create_run, open_log
 from penstock.types import CheckpointError, ConfigError
 
 from .conftest import tiny
@@ -82,12 +82,12 @@ def test_what_the_model_was_made_of_may_have_gone(checkpoint: Path, tmp_path: Pa
 def test_a_resume_records_no_other_directory_that_is_not_there(key: str, tmp_path: Path):
     gone, mistyped = str(tmp_path / "gone"), str(tmp_path / "mistyped")
     directory = create_run(tiny({"model": {"init": None, key: gone}}), tmp_path / "run", "tiny")
-    open_log(tiny({"model": {"init": None, key: gone}}), directory, Progress("tiny", 3, 1), DamageList()).close()
+    open_log(tiny({"model": {"init": None, key: gone}}), directory, Progress("tiny", 3, 1), []).close()
     with pytest.raises(ConfigError, match=rf"^model\.{key} is {mistyped}: .*; leave it as it was \({gone}\)$"):
-        open_log(tiny({"model": {"init": None, key: mistyped}}), directory, Progress("tiny", 3, 1), DamageList())
+        open_log(tiny({"model": {"init": None, key: mistyped}}), directory, Progress("tiny", 3, 1), [])
     assert directory.read_config()["model"][key] == gone
     Path(mistyped).mkdir()
-    open_log(tiny({"model": {"init": None, key: mistyped}}), directory, Progress("tiny", 3, 1), DamageList()).close()
+    open_log(tiny({"model": {"init": None, key: mistyped}}), directory, Progress("tiny", 3, 1), []).close()
     assert directory.read_config()["model"][key] == mistyped
 
 

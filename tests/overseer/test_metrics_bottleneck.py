@@ -41,13 +41,13 @@ from penstock.overseer.metrics import Bottleneck, find_bottleneck, idle_shares
     ],
 )
 def test_the_sentence_names_who_sets_the_pace_and_what_to_do(idle, budget, local, part, said):
-    found, _ = find_bottleneck(idle, {"staleness_budget": budget}, local)
+    found, _ = find_bottleneck(idle, budget == 0, local)
     assert found.part == part
     assert [words for words in said if words not in found.words] == []
 
 
 def test_idle_shares_are_metrics_by_role():
-    _, metrics = find_bottleneck({"learner": 0.25, "inference": 0.5}, {})
+    _, metrics = find_bottleneck({"learner": 0.25, "inference": 0.5})
     assert metrics == {"time/idle/inference": 0.5, "time/idle/learner": 0.25}
 
 
@@ -59,4 +59,4 @@ def test_idle_shares_of_one_process():
 
 
 def test_without_a_learner_nothing_is_said():
-    assert find_bottleneck({"inference": 0.5}, {}) == (Bottleneck(None, ""), {"time/idle/inference": 0.5})
+    assert find_bottleneck({"inference": 0.5}) == (Bottleneck(None, ""), {"time/idle/inference": 0.5})

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from penstock.overseer.progress import Progress
-from penstock.overseer.training import DamageList, create_run, open_log
+from penstock.overseer.training import create_run, open_log
 from penstock.rundir import RunDirectory
 from tests.overseer.conftest import tiny
 
@@ -32,5 +32,5 @@ def test_a_resume_closes_it_and_leaves_it_closed(tmp_path):
     directory = create_run(tiny(), tmp_path / "run", "tiny")
     for private in (True, False):
         config = tiny({"overseer": {"private": private}})
-        open_log(config, directory, Progress("tiny", 3, 1), DamageList()).close()
+        open_log(config, directory, Progress("tiny", 3, 1), []).close()
         assert mode(directory) == {0o700}

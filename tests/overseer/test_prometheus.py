@@ -12,7 +12,7 @@ from penstock.overseer import FleetRunConfig, train
 from penstock.overseer.config_loading import build_config
 from penstock.overseer.progress import Progress
 from penstock.overseer.prometheus import PrometheusEndpoint
-from penstock.overseer.training import DamageList, open_log
+from penstock.overseer.training import open_log
 from penstock.rundir import RunDirectory
 from penstock.tracking import PrometheusConfig
 from penstock.types import ConfigError
@@ -120,7 +120,7 @@ def test_a_port_that_is_taken_is_refused_and_leaves_no_run_behind(endpoint, run_
     taken = tiny({"tracking": {"prometheus": {"port": port}}})
     directory = RunDirectory.create(run_dir, taken.dump())
     with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1 port {port}: .*; set tracking\.prometheus"):
-        open_log(taken, directory, Progress("cats", 2, 2), resumed=DamageList())
+        open_log(taken, directory, Progress("cats", 2, 2), resumed=[])
     assert run_dir.exists(), "it was there"
     with pytest.raises(ConfigError):
         open_log(taken, directory, Progress("cats", 2, 2), resumed=None)

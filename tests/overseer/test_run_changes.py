@@ -227,7 +227,7 @@ def test_a_run_that_gave_up_tells_its_story(run_dir: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(RolloutManager, "sample_batch", broken)
     with pytest.raises(RunFailed, match="rollout-1 died 2 times"):
-        oversee(run.conductor, ThreadGroup(), run.log, run.conductor.config, run.directory, quiet=True)
+        oversee(run.conductor, ThreadGroup(), quiet=True)
     life = ["component_start", "component_up", "component_death"]
     assert story(run, "rollout-1") == [*life, *life, "restart_budget_exhausted"]
     deaths = run.events("component_death")

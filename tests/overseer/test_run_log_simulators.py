@@ -1,18 +1,40 @@
 """Which events of simulators are kept, and which the user is told of at once."""
 
-from penstock.overseer.run_log import failure_in_words, failures_in, is_news
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.overseer.run_log import failure_in_words, failures_in, simulators_told
 
 
-def test_every_life_of_a_simulator_is_kept_and_the_terminal_is_quiet_about_it():
+@pytest.fixture
+def kept():
+    """What was told, and what stands in events.jsonl then."""
+    events: list[tuple[str, dict[str, Any]]] = []
+    ctx: Any = SimpleNamespace(event=lambda kind, step=0, **fields: events.append((kind, {"step": step, **fields})))
+    return simulators_told(ctx), events
+
+
+def test_every_life_of_a_simulator_is_kept_and_the_terminal_is_quiet_about_it(kept):
+    tell, events = kept
     for life in (0, 1):
         fields = {"worker": "fleet-0", "life": life, "first_seeds": [7]}
-        assert is_news("simulator_started", fields) and failure_in_words("simulator_started", fields) == ""
+        tell("simulator_started", fields)
+        assert events[life] == ("simulator_started", {"step": 0, **fields})
+        assert failure_in_words("simulator_started", fields) == ""
 
 
-def test_a_fork_server_is_news_only_with_troubles():
-    assert not is_news("nursery_ready", {"seconds": 0.1, "troubles": []})
-    assert is_news("nursery_ready", {"seconds": 0.1, "troubles": ["a module started a thread"]})
-    assert is_news("nursery_ended", {"reason": "it ended"})
+def test_a_fork_server_is_news_only_with_troubles(kept):
+    tell, events = kept
+    tell("nursery_ready", {"seconds": 0.1, "troubles": []})
+    tell("nursery_ready", {"seconds": 0.1, "troubles": ["a module started a thread"]})
+    tell("nursery_ended", {"reason": "it ended"})
+    tell("evaluation_failed", {"step": 7, "error": "none was left"})
+    assert [(kind, told["step"]) for kind, told in events] == [
+        ("nursery_ready", 0), ("nursery_ended", 0), ("evaluation_failed", 7),
+    ]  # fmt: skip
+    assert events[0][1]["troubles"] == ["a module started a thread"]
 
 
 def test_a_failure_is_told_in_one_line_with_its_task():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.overseer import evaluate, train
-from penstock.overseer.training import DamageList, create_run, resume_point
+from penstock.overseer.training import create_run, resume_point
 from penstock.replay import RolloutStore
 from penstock.rundir import JsonLinesLog, RunDirectory, read_events, read_json_lines, read_metrics, read_status
 from penstock.types import ConfigError, EnvironmentFailure, RunDirectoryError, RunFailed
@@ -30,13 +30,13 @@ def events_of(run_dir: Path, kind: str) -> list[dict]:
 def test_a_run_without_a_checkpoint_begins_anew_in_the_next_lineage(run_dir: Path):
     directory = RunDirectory.create(run_dir, {})
     (directory.checkpoints / ".tmp-step-0-abc").mkdir()  # killed in the middle of it
-    assert resume_point(directory, DamageList()) == (1, None)
+    assert resume_point(directory) == (1, None, [])
     tickets = JsonLinesLog(directory.tickets_path)
     tickets.append({"ticket_id": "cart-w0-4-0", "rollouts": 1, "lineage": 4})
     tickets.close()
-    assert resume_point(directory, DamageList()) == (5, None)
+    assert resume_point(directory) == (5, None, [])
     RolloutStore(directory).lineages.begin(6, 5, -1)
-    assert resume_point(directory, DamageList()) == (7, None)
+    assert resume_point(directory) == (7, None, [])
 
 
 @pytest.mark.attack
@@ -45,7 +45,7 @@ def test_a_run_that_has_trained_never_begins_anew(run_dir: Path, sign: str):
     directory = RunDirectory.create(run_dir, {})
     (run_dir / sign).mkdir()
     with pytest.raises(RunDirectoryError, match="no checkpoint that is whole, though it has trained"):
-        resume_point(directory, DamageList())
+        resume_point(directory)
 
 
 @pytest.mark.attack

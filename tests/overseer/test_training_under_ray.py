@@ -9,7 +9,7 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.run import Run
-from penstock.overseer.training import create_run, open_run, run_token
+from penstock.overseer.training import RunRequest, create_run, run_token
 from penstock.types import ConfigError
 
 HOSTS = {"inference.host": "0.0.0.0", "weights.host": "127.0.0.1"}
@@ -28,7 +28,7 @@ def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def begin(config: RunConfig, run_dir: Path) -> None:
-    open_run(LanguageKind.of(config), config, run_dir, False, "cats", True)
+    RunRequest(LanguageKind.of(config), config, run_dir, False, "cats", True).run()
 
 
 def overrides(transport: str, hosts: dict[str, str]) -> list[str]:
@@ -91,7 +91,7 @@ def test_what_the_cluster_has_no_room_for_is_refused_before_anything_is_written(
     directory = create_run(load_config("cats"), tmp_path / "run", "cats") if resume else None
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ConfigError, match="learner-0.* with 64.*rollout-1"):
-        open_run(LanguageKind.of(config), config, tmp_path / "run", resume, "cats", True)
+        RunRequest(LanguageKind.of(config), config, tmp_path / "run", resume, "cats", True).run()
     assert closed == [config.overseer.stop_timeout_s] and sorted(tmp_path.rglob("*")) == before
     assert directory is None or directory.read_config()["runtime"] == "local"
 

@@ -32,7 +32,7 @@ class Conductor:
             goal = ""
 class Directory:
     path = __import__("pathlib").Path("mine")
-def run(kind, config, run_dir, resume, recipe, quiet, feed):
+def run(request, feed):
     for line in range(2000):
         print("step", line, flush=True)
     return Directory, Conductor

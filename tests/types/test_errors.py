@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.types import ConfigError, EnvironmentFailure
-from penstock.types.errors import MOST_FAILURE_CHARS, raised_at, shortened
+from penstock.types import ConfigError, EnvironmentFailure, RunFailed
+from penstock.types.errors import MOST_FAILURE_CHARS, errors_of_user_code, raised_at, shortened
 from penstock.types.importing import load_attribute
 
 
@@ -33,3 +33,23 @@ def test_where_only_penstocks_code_is_on_the_stack_no_place_is_told():
     except ConfigError as error:
         error.__traceback__ = error.__traceback__.tb_next  # without this test's own line
         assert raised_at(error) == ""
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), SystemExit("odd"), StopIteration("odd")])
+def test_whatever_a_users_code_raises_is_one_error(error):
+    with (
+        pytest.raises(
+            ConfigError,
+            match=f"^making it raised {type(error).__name__} about 'a': odd \\(test_errors.py:\\d+\\); remove it$",
+        ) as told,
+        errors_of_user_code(ConfigError, "making it raised", "; remove it", about=" about 'a'"),
+    ):
+        raise error
+    assert told.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [RunFailed("told already"), KeyboardInterrupt()])
+def test_penstocks_own_errors_and_what_ends_a_process_go_through_a_users_code(error):
+    with pytest.raises(type(error)) as told, errors_of_user_code(ConfigError, "making it raised"):
+        raise error
+    assert told.value is error

@@ -9,7 +9,8 @@ from penstock.batch.deadline import DeadlineBatchMaker
 from penstock.batch.maker import BatchMaker
 from penstock.batch.recency import RecencyBatchMaker
 from penstock.batch.reservoir import GrpoBatchMaker
-from penstock.types import ConfigError, PenstockError
+from penstock.types import ConfigError
+from penstock.types.errors import errors_of_user_code
 from penstock.types.importing import load_attribute
 
 FIELD = "replay.batch_maker.name"
@@ -81,15 +82,9 @@ def _construct(cls: type[BatchMaker], own: dict[str, Any], offered: dict[str, An
         raise ConfigError(
             f"replay.batch_maker.arguments {own} do not fit {cls.__name__}{signature}: {error}"
         ) from error
-    try:
+    told = f"replay.batch_maker: making a {cls.__name__} raised"
+    with errors_of_user_code(ConfigError, told, " (PENSTOCK_TRACEBACK=1 shows where)"):
         return cls(**arguments)
-    except PenstockError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever a user's class raises
-        raise ConfigError(
-            f"replay.batch_maker: making a {cls.__name__} raised {type(error).__name__}: {error} "
-            "(PENSTOCK_TRACEBACK=1 shows where)"
-        ) from error
 
 
 def _load_class(path: str) -> type[BatchMaker]:

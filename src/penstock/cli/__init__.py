@@ -16,6 +16,9 @@ from typing import Annotated
 import typer
 
 from penstock.cli import machine, policies, runs
+from penstock.text.lasting_output import lasting_output
+from penstock.text.safe_text import printable
+from penstock.types import CheckpointError, ConfigError, PenstockError, SchemaVersionError, Stopped, UnreachableError
 
 __all__ = ["main"]
 
@@ -67,8 +70,6 @@ def _end_within(limit_s: float, code: int) -> None:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    from penstock.text.lasting_output import lasting_output
-
     with lasting_output() as output:
         code = _exit_code(arguments)
     command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
@@ -86,8 +87,6 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
     except Exception as error:
         if os.environ.get("PENSTOCK_TRACEBACK"):
             import traceback
-
-            from penstock.text.safe_text import printable
 
             print(printable(traceback.format_exc(), newlines=True), file=sys.stderr, end="")
         line, code = _explained(error)
@@ -116,15 +115,6 @@ def _explained(error: Exception) -> tuple[str, int]:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "penstock"
         return f"{_one_line(usage())} (see {command} --help)", 2
-    from penstock.types import (
-        CheckpointError,
-        ConfigError,
-        PenstockError,
-        SchemaVersionError,
-        Stopped,
-        UnreachableError,
-    )
-
     notes = [note for note in getattr(error, "__notes__", []) if "JAX has removed its internal frames" not in note]
     message = _one_line("; ".join([str(error), *notes]))
     if isinstance(error, ConfigError | CheckpointError | SchemaVersionError):
@@ -142,7 +132,5 @@ def _explained(error: Exception) -> tuple[str, int]:
 
 def _one_line(text: str) -> str:
     """A message in one line that cannot act on the terminal: it may quote what a run, or its policy, wrote."""
-    from penstock.text.safe_text import printable
-
     line = printable(" ".join(text.split()))
     return line if len(line) <= _LONGEST_MESSAGE else line[: _LONGEST_MESSAGE - 1] + "…"

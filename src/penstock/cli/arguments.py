@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from penstock.text.safe_text import printable
+from penstock.types import ConfigError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -41,8 +44,6 @@ def read_token(path: Path | None) -> str | None:
     Raises:
         ConfigError: the file cannot be read, or no client could send what it holds.
     """
-    from penstock.types import ConfigError
-
     source = "PENSTOCK_TOKEN" if path is None else f"--token-file {path}"
     try:
         token = os.environ.get("PENSTOCK_TOKEN") if path is None else path.read_text("utf-8").strip()
@@ -76,8 +77,6 @@ def only(names: Sequence[str], what: str, example: str) -> str:
     Raises:
         ConfigError: there is none, or more than one.
     """
-    from penstock.types import ConfigError
-
     if not names:
         raise ConfigError(f"{what} is missing; for example: {example}")
     if len(names) > 1:
@@ -92,8 +91,6 @@ def refuse_run_directory(path: Path) -> None:
     Raises:
         ConfigError: it is a run directory.
     """
-    from penstock.types import ConfigError
-
     steps = [int(found.name.removeprefix("step-")) for found in path.glob("checkpoints/step-*") if found.is_dir()]
     if steps:
         newest = path / "checkpoints" / f"step-{max(steps)}"
@@ -114,7 +111,6 @@ def recorded_config(run_dir: Path, overrides: Sequence[str], trust: bool, sectio
     """
     from penstock.overseer.config_loading import load_recorded_config
     from penstock.rundir import RunDirectory
-    from penstock.text.safe_text import printable
 
     directory = RunDirectory(run_dir)
     config, code = load_recorded_config(directory, overrides, trust, sections)

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.arguments import Overrides, only, print_report, refuse_run_directory
+from penstock.types import ConfigError
 
 commands = typer.Typer()
 
@@ -32,8 +33,6 @@ def autotune(
     from penstock.overseer import FleetRunConfig
 
     if not isinstance(config, FleetRunConfig):
-        from penstock.types import ConfigError
-
         raise ConfigError(f"{recipe} has no fleet: give a recipe that trains in simulators, such as cartpole")
     from penstock.overseer import autotune
 
@@ -69,7 +68,6 @@ def simulate(
     """Take the recipe's own curriculum through a run whose answers are drawn: what unlocks and graduates when."""
     from penstock.curriculum import LearningCurve, simulate_curriculum
     from penstock.overseer import FleetRunConfig, load_config
-    from penstock.types import ConfigError
 
     config = load_config(recipe, overrides or [])
     if isinstance(config, FleetRunConfig):
@@ -154,7 +152,6 @@ def fit(
     Exit code 0: it fits; 1: it does not, with the smallest change that does. Compiled, not run: nothing is measured.
     """
     from penstock.overseer import FleetRunConfig, fit, load_config
-    from penstock.types import ConfigError
 
     config = load_config(recipe, overrides or [])
     if isinstance(config, FleetRunConfig):
@@ -175,8 +172,6 @@ def _words(given: str | None, option: str) -> list[str]:
 
 
 def _tokens(word: str) -> int:
-    from penstock.types import ConfigError
-
     if not word.isdecimal() or int(word) < 2:
         raise ConfigError(f"--rows has {word!r}: give numbers of tokens, such as 4096,16384")
     return int(word)
@@ -260,7 +255,8 @@ def doctor(
     if names or changes:
         path = Path(only(names, "the checkpoint", "penstock doctor runs/cats-1/checkpoints/step-60"))
         refuse_run_directory(path)
-        _refuse_clean(clean)
+        if clean:
+            raise ConfigError("--clean looks at no checkpoint: leave one of the two out")
         config = build_config(DoctorConfig, apply_overrides(SMALL_SHAPES, changes))
         from penstock.overseer.doctor_probes import examine_checkpoint
 
@@ -272,10 +268,3 @@ def doctor(
         checks = examine()
     print_checks(checks, Console())
     return int(any(check.status == "fail" for check in checks))
-
-
-def _refuse_clean(clean: bool) -> None:
-    from penstock.types import ConfigError
-
-    if clean:
-        raise ConfigError("--clean looks at no checkpoint: leave one of the two out")

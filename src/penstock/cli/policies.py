@@ -21,6 +21,7 @@ from penstock.cli.arguments import (
     refuse_run_directory,
 )
 from penstock.text.safe_text import printable
+from penstock.types import ConfigError
 
 if TYPE_CHECKING:
     from penstock.overseer import FleetRunConfig, RunConfig
@@ -200,7 +201,6 @@ def generate(
     A server's token is read from PENSTOCK_TOKEN.
     """
     from penstock.overseer import FleetRunConfig, load_config
-    from penstock.types import ConfigError
 
     words = list(overrides or [])
     if source is not None and "=" in source and "://" not in source and not os.path.exists(source):
@@ -318,8 +318,6 @@ def _tell_differences(recipes: Sequence[str], changes: Sequence[str], config: "R
 
 def _run_of(checkpoint: Path) -> Path:
     """The run directory that a checkpoint lies in, wherever a link to it lies."""
-    from penstock.types import ConfigError
-
     for folder in checkpoint.resolve().parents:
         if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file():
             return folder.parent
@@ -331,15 +329,11 @@ def _run_of(checkpoint: Path) -> Path:
 
 
 def _refuse_trust(trust: bool, what: str) -> None:
-    from penstock.types import ConfigError
-
     if trust:
         raise ConfigError(f"--trust goes with {what}: a recipe that you name is yours")
 
 
 def _refuse_given(given: dict[str, bool], whose: str) -> None:
-    from penstock.types import ConfigError
-
     for option, is_given in given.items():
         if is_given:
             raise ConfigError(f"{option} is for {whose} evaluation only: leave it out")
@@ -347,8 +341,6 @@ def _refuse_given(given: dict[str, bool], whose: str) -> None:
 
 def _ks(words: Sequence[str] | None) -> list[int] | None:
     """The ks of pass@k: whole numbers, several of a word apart by commas."""
-    from penstock.types import ConfigError
-
     if not words:
         return None
     ks = [each.strip() for word in words for each in word.split(",")]
@@ -359,8 +351,6 @@ def _ks(words: Sequence[str] | None) -> list[int] | None:
 
 
 def _refuse_token(overrides: Sequence[str]) -> None:
-    from penstock.types import ConfigError
-
     if any(word.partition("=")[0].strip() == "token" for word in overrides):
         raise ConfigError(
             "token on the command line can be read by every user of this machine: put it in a file (--token-file), or "

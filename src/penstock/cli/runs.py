@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.arguments import Trust, print_report, read_token, recorded_config
+from penstock.types import ConfigError
 
 commands = typer.Typer()
 
@@ -177,7 +178,6 @@ def scale(
     """Add or remove rollout workers or inference servers while a run goes on; who leaves finishes its work first."""
     from penstock.dashboard import read_run_status
     from penstock.overseer.supervisor.scaling import ask_to_scale, parse_sizes
-    from penstock.types import ConfigError
 
     wanted, status = parse_sizes(sizes), read_run_status(run_dir)
     if status.runtime != "ray":

@@ -1,7 +1,8 @@
 """Which lesson next: lessons with dependencies that unlock, graduate and come back, sampled by what they can teach."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.types.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.curriculum.config import (
@@ -60,12 +61,4 @@ __all__ = [
     "simulate_curriculum",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

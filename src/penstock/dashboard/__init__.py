@@ -1,7 +1,8 @@
 """What a run directory shows, in a terminal and in a browser; the run may be dead."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.types.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.dashboard.bundle import write_bundle
@@ -41,12 +42,4 @@ __all__ = [
     "print_status_json", "read_run_status", "serve_dashboard", "show_rollouts", "write_bundle",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

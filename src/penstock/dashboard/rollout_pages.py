@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -41,7 +41,6 @@ MOST_BARS = 1500
 """Of a timeline: rollouts, but for the rest of a group."""
 
 WAITING = "waiting"
-Order = Literal["newest", "oldest", "step", "reward", "reward_low", "spread", "tokens", "staleness", "seconds"]
 _ORDERS: dict[str, str] = {
     "newest": "max(r.time) DESC NULLS LAST, r.g DESC",
     "oldest": "max(r.time) NULLS LAST, r.g",

@@ -60,11 +60,11 @@ from penstock.types import (
     Decoding,
     EnvironmentFailure,
     InferenceContext,
-    PenstockError,
     Rollout,
     TextCodec,
     fold,
 )
+from penstock.types.errors import errors_of_user_code
 from penstock.types.importing import load_attribute
 
 Agent = Callable[[str, str, Example], Any]
@@ -189,16 +189,13 @@ class AgentEnvironment(ExampleEnvironment):
     def _said(self, session: AgentSession, example: Example) -> Any:
         """What the agent returned, or its last line."""
         what = f"the agent about {example.example_id!r}"
-        try:
-            if isinstance(self._agent, list):
-                return self._run(self._agent, session, example)
-            return within(self._max_seconds, _call, self._agent, session, example)
-        except (GaveNoAnswer, subprocess.TimeoutExpired) as error:
-            raise EnvironmentFailure(f"{what} took longer than max_seconds = {self._max_seconds:g}") from error
-        except PenstockError:
-            raise
-        except (Exception, SystemExit) as error:  # an agent's own mistake is a counted failure, not the end of the run
-            raise EnvironmentFailure(f"{what} raised {type(error).__name__}: {error}") from error
+        with errors_of_user_code(EnvironmentFailure, f"{what} raised"):
+            try:
+                if isinstance(self._agent, list):
+                    return self._run(self._agent, session, example)
+                return within(self._max_seconds, _call, self._agent, session, example)
+            except (GaveNoAnswer, subprocess.TimeoutExpired) as error:
+                raise EnvironmentFailure(f"{what} took longer than max_seconds = {self._max_seconds:g}") from error
 
     def _run(self, command: Sequence[str], session: AgentSession, example: Example) -> str:
         problem = {**example.columns, "prompt": example.prompt, "answer": example.answer}
@@ -217,14 +214,9 @@ class AgentEnvironment(ExampleEnvironment):
     def _reward(self, example: Example, said: Any) -> float:
         if not isinstance(said, str):
             return check_reward(said, f"{type(self).__name__}'s agent")
-        try:
-            return check_reward(self.score(example, said), f"{type(self).__name__}.score")
-        except PenstockError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise EnvironmentFailure(
-                f"{type(self).__name__}.score raised {type(error).__name__} about {example.example_id!r}: {error}"
-            ) from error
+        called = f"{type(self).__name__}.score"
+        with errors_of_user_code(EnvironmentFailure, f"{called} raised", about=f" about {example.example_id!r}"):
+            return check_reward(self.score(example, said), called)
 
 
 @dataclass(frozen=True, slots=True)

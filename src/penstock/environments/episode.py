@@ -32,11 +32,11 @@ from penstock.types import (
     EnvironmentFailure,
     FinishReason,
     InferenceContext,
-    PenstockError,
     Role,
     Rollout,
     Turn,
 )
+from penstock.types.errors import errors_of_user_code
 
 
 class EpisodeBuilder:
@@ -218,27 +218,22 @@ class GroupScoredEnvironment(ExampleEnvironment):
 
     def _finish(self, task: Task, completions: list[Completion], decoding: Decoding) -> Outcome:
         began = time.monotonic()
+        called, about = type(self).__name__, f" while scoring {task.example.example_id!r}"
         try:
-            scored = self.score_group(task.example, completions)
-            reward_s = time.monotonic() - began
-            scores = scored if isinstance(scored, Scores) else Scores(scored)
-            rewards = check_rewards(scores.rewards, len(completions), type(self).__name__)
-            names = tuple(scores.by_function)
-            parts = list(zip(*scores.by_function.values(), strict=True)) or [()] * len(completions)
-            rollouts = [
-                self._rollout(task, completion, reward, decoding, zip(names, given, strict=True), reward_s)
-                for completion, reward, given in zip(completions, rewards, parts, strict=True)
-            ]
-            return Played(rollouts, validate_metrics(scores.metrics, self.name)) if scores.metrics else rollouts
+            with errors_of_user_code(EnvironmentFailure, f"{called} raised", about=about):
+                scored = self.score_group(task.example, completions)
+                reward_s = time.monotonic() - began
+                scores = scored if isinstance(scored, Scores) else Scores(scored)
+                rewards = check_rewards(scores.rewards, len(completions), called)
+                names = tuple(scores.by_function)
+                parts = list(zip(*scores.by_function.values(), strict=True)) or [()] * len(completions)
+                rollouts = [
+                    self._rollout(task, completion, reward, decoding, zip(names, given, strict=True), reward_s)
+                    for completion, reward, given in zip(completions, rewards, parts, strict=True)
+                ]
+                return Played(rollouts, validate_metrics(scores.metrics, self.name)) if scores.metrics else rollouts
         except FAILURES as failure:
             return failure
-        except PenstockError:
-            raise
-        except (Exception, SystemExit) as error:  # its own mistake is a counted failure, not the end of the run
-            return EnvironmentFailure(
-                f"{type(self).__name__} raised {type(error).__name__} while scoring "
-                f"{task.example.example_id!r}: {error}"
-            )
 
     def _rollout(
         self,

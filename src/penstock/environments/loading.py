@@ -12,7 +12,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from penstock.environments.base import Environment
-from penstock.types import ConfigError, PenstockError
+from penstock.types import ConfigError
+from penstock.types.errors import errors_of_user_code
 from penstock.types.importing import load_attribute, nearest
 
 
@@ -39,12 +40,8 @@ def load_environment(spec: SpecLike) -> Environment:
     """
     cls = _checked_class(load_attribute(spec.env_class, "env_class"), f"env_class {spec.env_class!r}")
     arguments = _checked_arguments(cls, spec.env_class, dict(spec.env_args))
-    try:
+    with errors_of_user_code(ConfigError, f"env_class {spec.env_class!r} refused env_args:"):  # by its own checks
         return _complete(cls(**arguments), f"env_class {spec.env_class!r}")
-    except PenstockError:
-        raise
-    except (Exception, SystemExit) as error:  # the constructor's own checks
-        raise ConfigError(f"env_class {spec.env_class!r} refused env_args: {type(error).__name__}: {error}") from error
 
 
 def takes_argument(env_class: str, name: str) -> bool:
@@ -72,15 +69,9 @@ def given_environment(given: Any) -> Environment:
             "stands for is named in a configuration, env_class: tasks.py:MyEnvironment"
         )
     cls = _checked_class(given, called)
-    try:
+    told, remedy = f"{called} cannot be made without arguments:", f"; give an instance, environment={given.__name__}(…)"
+    with errors_of_user_code(ConfigError, told, remedy):
         return _complete(cast(Any, cls)(), called)
-    except PenstockError:
-        raise
-    except (Exception, SystemExit) as error:  # the constructor's own checks
-        raise ConfigError(
-            f"{called} cannot be made without arguments: {type(error).__name__}: {error}; give an instance, "
-            f"environment={given.__name__}(…)"
-        ) from error
 
 
 def _complete(environment: Environment, called: str) -> Environment:

@@ -60,6 +60,7 @@ from penstock.types import (
     TextCodec,
     fold,
 )
+from penstock.types.errors import errors_of_user_code
 
 logger = logging.getLogger(__name__)
 
@@ -260,23 +261,19 @@ class _Attempt:
         """What a method of the environment says, within what is left of the conversation's time."""
         who = f"{type(self._environment).__name__}.{method.__name__}"
         limit_s = max(self._left_s, _LEAST_S)
-        try:
-            answer = within(limit_s, method, self.conversation)
-            if inspect.iscoroutine(answer):
-                answer.close()
-                raise EnvironmentFailure(f"{who} is async: write it without, it has a thread of its own")
-            return answer
-        except GaveNoAnswer as error:
-            raise EnvironmentFailure(
-                f"{who} gave no answer about {self._task.example.example_id!r} within {limit_s:.3g} s: "
-                f"max_seconds is {self._environment.max_seconds:g} for a whole conversation"
-            ) from error
-        except PenstockError:
-            raise
-        except (Exception, SystemExit) as error:  # its own mistake is a counted failure, not the end of the run
-            raise EnvironmentFailure(
-                f"{who} raised {type(error).__name__} about {self._task.example.example_id!r}: {error}"
-            ) from error
+        about = f" about {self._task.example.example_id!r}"
+        with errors_of_user_code(EnvironmentFailure, f"{who} raised", about=about):
+            try:
+                answer = within(limit_s, method, self.conversation)
+            except GaveNoAnswer as error:
+                raise EnvironmentFailure(
+                    f"{who} gave no answer{about} within {limit_s:.3g} s: "
+                    f"max_seconds is {self._environment.max_seconds:g} for a whole conversation"
+                ) from error
+        if inspect.iscoroutine(answer):
+            answer.close()
+            raise EnvironmentFailure(f"{who} is async: write it without, it has a thread of its own")
+        return answer
 
 
 _LEAST_S = 1.0

@@ -1,7 +1,8 @@
 """Simulator fleets: many slow, uneven, crash-prone simulators behind one policy, and their steps as fragments."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.types.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.fleet.accounting import StepAccount
@@ -65,12 +66,4 @@ __all__ = [
     "evaluate_policy",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -1,7 +1,8 @@
 """Generation: a continuous-batching engine, contexts for environments, an OpenAI-compatible server and its client."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.types.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.inference.access import AccessRules
@@ -40,12 +41,4 @@ __all__ = [
     "InferenceEngine", "RemoteContext", "ScriptedContext", "ServeConfig", "Server", "ServerPool", "create_app", "serve",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -1,7 +1,8 @@
 """The learner: losses, the compiled update, the optimiser, and checkpoints."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.types.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.learner.checkpoints import (
@@ -78,12 +79,4 @@ __all__ = [
     "restore_learner", "save_checkpoint", "sequence_weights", "tiled_logprobs", "tiled_loss", "vtrace",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from penstock.batch.advantages import AdvantageName
+from penstock.batch.advantages import AdvantageName, GroupAdvantage
 from penstock.batch.packing import RowShape
 from penstock.learner.loss_terms import CriticConfig, KlConfig
 from penstock.model.language.attention_choice import AttentionChoice, Platform, Remat
@@ -168,6 +168,11 @@ class LossConfig(FrozenConfig, frozen=True):
         within = self.correction.scope == "token" and self.correction.veto is None
         ratio = self.ratio == "token" or proximal == "current"
         return self.module is None and ratio and (within or proximal == "behaviour")
+
+    def estimator(self) -> AdvantageName | GroupAdvantage:
+        """What makes advantages of rewards: `advantage`, or one's own loss, which is made; raises as `load_module`."""
+        own = self.load_module()
+        return self.advantage if own is None else own.compute_advantages
 
     def load_module(self) -> RLLossModule | None:
         """One's own loss, imported and made; None where there is none.

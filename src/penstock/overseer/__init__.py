@@ -1,7 +1,8 @@
 """The overseer: wires the components of a run, watches them, ends the run; and offline evaluation."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.types.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.overseer.config import OverseerConfig, RunConfig
@@ -45,12 +46,4 @@ __all__ = [
     "fit", "generate", "load_config", "print_summary", "train", "updates",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

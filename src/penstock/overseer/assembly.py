@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.batch import BatchMaker, make_batch_maker
+from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig
 from penstock.replay import (
     Ledger,
@@ -26,7 +27,6 @@ from penstock.replay import (
     TicketRules,
 )
 from penstock.replay.history import ExperienceFormat
-from penstock.rundir import RunDirectory
 from penstock.types import Clock, ConfigError, RolloutGroup, fold
 
 
@@ -44,11 +44,11 @@ def make_batch_makers(config: RunConfig, environments: Collection[str]) -> list[
             f"replay.batch_makers names {', '.join(unknown)}: no such environment; this run has "
             f"{', '.join(sorted(environments))}"
         )
-    own_loss = learner.loss.load_module()
+    advantage = learner.loss.estimator()
     return [
         make_batch_maker(
             maker,
-            advantage=learner.loss.advantage if own_loss is None else own_loss.compute_advantages,
+            advantage=advantage,
             max_tokens=learner.row_length,
             max_samples=replay.max_samples,
             ordered=replay.synchronous,
@@ -135,14 +135,11 @@ class LocalBatches:
 
 
 def open_replay(
+    settings: Settings[Any],
     limits: ReplayBufferConfig,
-    directory: RunDirectory,
-    lineage: int,
     experience: ExperienceFormat,
     makers: BatchMaker[Any, Any] | Sequence[BatchMaker[Any, Any]],
     *,
-    steps: int,
-    keep_checkpoints: int,
     tickets: TicketRules | None = None,
     clock: Clock = time.time,
     on_group: Callable[[RolloutGroup[Any]], None] | None = None,
@@ -152,13 +149,10 @@ def open_replay(
     """Opens a run's store and ledger, and the buffer over them.
 
     Args:
+        settings: The run, with its config, directory and lineage; no batch is formed for an update after its last.
         limits: Pace, freshness and files.
-        directory: The run's.
-        lineage: Of this life of the run.
         experience: How records become rows.
         makers: Form the batches.
-        steps: Version at which the run ends; no batch is formed for a later update.
-        keep_checkpoints: So many checkpoints stay.
         tickets: None where experience comes unasked.
         clock: Unix seconds.
         on_group: Given each group that is trainable.
@@ -168,23 +162,23 @@ def open_replay(
     Raises:
         ConfigError: the store's place cannot be used.
     """
+    config, directory, lineage = settings.config, settings.directory, settings.lineage
     store = RolloutStore(directory, limits.store, clock, experience, on_damage=on_damage, writing=writing)
     with config_error_for("replay.store.url", limits.store.url or directory.path):
         ledger = store.open_ledger(lineage)
-    common: Any = {"clock": clock, "keep_checkpoints": keep_checkpoints}
-    if tickets is None:
-        opened = ReplayBuffer(limits, store, makers, OpenAdmission(ledger, lineage, limits.failed_limit), **common)
-        opened.pool.logs_drops = False
-        if on_group is not None:
-            opened.pool.on_group = on_group
-        return Replay(store, ledger, opened, SampledBatches(opened, limits.groups_per_batch), None)
-    issuer = TicketIssuer(limits, tickets, lineage, ledger, clock)
-    paced = PacedReplayBuffer(limits, store, makers, issuer, **common)
-    paced.pool.logs_drops = False
+    common: Any = {"clock": clock, "keep_checkpoints": config.overseer.keep_checkpoints}
+    issuer = None if tickets is None else TicketIssuer(limits, tickets, lineage, ledger, clock)
+    if issuer is None:
+        admission = OpenAdmission(ledger, lineage, limits.failed_limit)
+        buffer = ReplayBuffer(limits, store, makers, admission, **common)
+        batches = SampledBatches(buffer, limits.groups_per_batch)
+    else:
+        buffer = PacedReplayBuffer(limits, store, makers, issuer, **common)
+        batches = ReplayDataLoader(buffer, 0 if limits.synchronous else limits.prefetch, config.steps)
+    buffer.pool.logs_drops = False
     if on_group is not None:
-        paced.pool.on_group = on_group
-    batches = ReplayDataLoader(paced, 0 if limits.synchronous else limits.prefetch, steps)
-    return Replay(store, ledger, paced, batches, issuer)
+        buffer.pool.on_group = on_group
+    return Replay(store, ledger, buffer, batches, issuer)
 
 
 def restore_parts(

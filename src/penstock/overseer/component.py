@@ -22,10 +22,10 @@ from typing_extensions import TypeVar
 from penstock.overseer.config import RunConfig
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervision import ThreadGroup
-from penstock.overseer.supervisor.messages import REFUSALS, ComponentStatus, Membership, State
+from penstock.overseer.supervisor.messages import REFUSALS, ComponentStatus, Identity, Membership, State
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
-from penstock.types import Caller, CompiledProgram, PenstockError, UnreachableError, WeightVersion
+from penstock.types import CompiledProgram, PenstockError, UnreachableError, WeightVersion
 
 if TYPE_CHECKING:
     from penstock.overseer.control_config import FleetRunConfig
@@ -160,28 +160,23 @@ class SteadyClock:
         return self._offset + self._steady()
 
 
-class RunClock:
+class RunClock(SteadyClock):
     """The replay buffer's clock, as another process knows it. Thread-safe.
 
     Args:
-        replay: Answers `now`.
+        ctx: Of a component, which finds the living replay buffer.
         wall: What the clock begins with, until the first answer; Unix seconds.
         steady: Monotonic seconds.
     """
 
     def __init__(
         self,
-        replay: Caller,
+        ctx: ComponentContext,
         wall: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._replay = replay
-        self._steady = steady
-        self._offset = wall() - steady()
-
-    def now(self) -> float:
-        """Unix seconds."""
-        return self._offset + self._steady()
+        super().__init__(wall, steady)
+        self._ctx, self._replay = ctx, ctx.caller("replay-0")
 
     def ask(self) -> bool:
         """Sets the clock by the buffer's, to within the time that the answer takes; false where none came."""
@@ -193,17 +188,13 @@ class RunClock:
         self._offset = answer - (asked + self._steady()) / 2
         return True
 
-    def follow(self, whose: Callable[[], object], stopping: threading.Event) -> None:
-        """Asks now and then, until it is told to stop.
-
-        Args:
-            whose: The living replay buffer; another one is asked at once.
-            stopping: Tells.
-        """
-        asked: object = None
+    def follow(self, stopping: threading.Event) -> None:
+        """Asks now and then, and another replay buffer at once, until `stopping` is set."""
+        asked: Identity | None = None
         due = 0.0
         while not stopping.wait(LOOK_S if due else 0.0):
-            living = whose()
+            peer = self._ctx.view.peer("replay-0")
+            living = None if peer is None else peer.identity
             if living != asked or self._steady() >= due:
                 asked = living if self.ask() else None
                 due = self._steady() + ASK_S

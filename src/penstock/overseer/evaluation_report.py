@@ -165,7 +165,7 @@ class EvaluationReport:
             "checkpoint": str(self.checkpoint),
             "seconds": self.seconds,
             "rollouts_path": None if self.rollouts_path is None else str(self.rollouts_path),
-            "lessons": {lesson_id: _plain(asdict(lesson)) for lesson_id, lesson in self.lessons.items()},
+            "lessons": {lesson_id: plain(asdict(lesson)) for lesson_id, lesson in self.lessons.items()},
             "baseline": None if self.baseline is None else self.baseline.to_json(),
         }
 
@@ -240,7 +240,8 @@ def _mean(values: Iterable[float]) -> float:
     return math.fsum(numbers) / len(numbers) if numbers else 0.0
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """As JSON has it: keys are text, and a number that is not finite is None."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -44,13 +44,13 @@ class Bottleneck:
 
 
 def find_bottleneck(
-    idle: Mapping[str, float], gauges: Mapping[str, float], local: bool = False
+    idle: Mapping[str, float], synchronous: bool = False, local: bool = False
 ) -> tuple[Bottleneck, dict[str, float]]:
     """Names the bottleneck of one update.
 
     Args:
         idle: Role → share of the update in which it waited for others, between 0 and 1; roles may be missing.
-        gauges: ``staleness_budget``, where known.
+        synchronous: Whether generation and learner take turns.
         local: Whether all runs in one process, which has one engine and one rollout worker.
 
     Returns:
@@ -64,7 +64,7 @@ def find_bottleneck(
         remedy = "give it a faster device" if local else "give it faster devices (roles.learner)"
         words = f"learner busy {1 - learner:.0%}: it sets the pace: {remedy}, or train on shorter rollouts"
         return Bottleneck("learner", words), shares
-    part, why = _why_it_waits(idle, gauges, local)
+    part, why = _why_it_waits(idle, synchronous, local)
     return Bottleneck(part, f"learner idle {learner:.0%}: {why}"), shares
 
 
@@ -86,9 +86,9 @@ def idle_shares(metrics: Mapping[str, float], engine_busy_s: float) -> dict[str,
     return {"learner": waited_s / whole_s, "inference": min(1.0, max(0.0, 1.0 - engine_busy_s / whole_s))}
 
 
-def _why_it_waits(idle: Mapping[str, float], gauges: Mapping[str, float], local: bool) -> tuple[Part, str]:
+def _why_it_waits(idle: Mapping[str, float], synchronous: bool, local: bool) -> tuple[Part, str]:
     inference, replay, rollout = (idle.get(role, 1.0) for role in ("inference", "replay", "rollout"))
-    if gauges.get("staleness_budget") == 0:
+    if synchronous:
         return "staleness", "at staleness zero it takes turns with generation: raise replay.staleness_budget"
     if inference < BUSY_SUPPLIER:
         remedy = "raise inference.max_slots, or add servers (runtime: ray, inference.servers)"

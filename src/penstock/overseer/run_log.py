@@ -4,11 +4,12 @@ Every component is handed one of these methods and knows nothing of the files be
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.overseer.config import RunConfig
 from penstock.overseer.full_disk import RetriedWrites
+from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.metrics import RolloutMetrics
 from penstock.overseer.progress import Progress, Sample
 from penstock.overseer.results import Results
@@ -57,7 +58,6 @@ class RunLog:
         self._prometheus = _endpoint(config, directory)
         others = [] if self._prometheus is None else [self._prometheus]
         self._tracker = make_tracker(config.tracking, directory.path, config.dump(), self._tracker_failed, others)
-        self._samples_per_log = config.tracking.samples_per_log
         self._tally = RolloutMetrics.of(config) if isinstance(config, RunConfig) else RolloutMetrics({})
         self.progress = progress
         self.step = 0
@@ -206,9 +206,14 @@ _TOLD_FAILURES = {
 }  # fmt: skip
 
 
-def is_news(kind: str, fields: Mapping[str, Any]) -> bool:
-    """Whether an event of workers and simulators belongs into events.jsonl: all do, but nurseries without troubles."""
-    return kind != "nursery_ready" or bool(fields["troubles"])
+def simulators_told(ctx: ComponentContext) -> Callable[[str, Mapping[str, Any]], None]:
+    """Takes events of workers and simulators for events.jsonl: all are news, but nurseries without troubles."""
+
+    def tell(kind: str, fields: Mapping[str, Any]) -> None:
+        if kind != "nursery_ready" or fields["troubles"]:
+            ctx.event(kind, **fields)
+
+    return tell
 
 
 def failures_in(kind: str, fields: Mapping[str, Any]) -> int:

@@ -410,12 +410,20 @@ class LearnerComponent(ThreadedComponent[Any]):
         return WeightVersion(self.settings.lineage, self.learner.step)
 
     def before_update(self, batch: TrainingBatch[Any]) -> None:
-        """The kind's task beside an update begins."""
+        """The kind's task beside an update begins.
+
+        Raises:
+            MismatchError: engines and learner disagree about the version that the learner holds; nothing was applied.
+        """
         self.batch = batch
         self._more.before_update(batch)
 
     def after_update(self) -> Mapping[str, float]:
-        """It ends."""
+        """It ends, before the new version is offered; gives metrics.
+
+        Raises:
+            MismatchError: engines and learner disagree about the version before.
+        """
         return self._more.after_update()
 
     def coming_batch(self, step: int) -> TrainingBatch[Any] | None:
@@ -425,7 +433,7 @@ class LearnerComponent(ThreadedComponent[Any]):
     # --- checkpoints and reports -----------------------------------------------------------------------------------
 
     def checkpoint_due(self, step: int) -> bool:
-        """Every `overseer.checkpoint_every` updates."""
+        """Every `overseer.checkpoint_every` updates; the last version has one in any case."""
         return step % self.config.overseer.checkpoint_every == 0
 
     def save(self, step: int) -> None:
@@ -442,7 +450,7 @@ class LearnerComponent(ThreadedComponent[Any]):
             self._writer.write_beside(step, self.learner.snapshot(), self._codec, states)
 
     def wait_until_saved(self) -> None:
-        """Returns when every checkpoint is on the disk."""
+        """Returns when every checkpoint is on the disk; raises what one failed with."""
         self._writer.wait()
 
     def expect_evaluation(self, step: int) -> None:
@@ -469,7 +477,7 @@ class LearnerComponent(ThreadedComponent[Any]):
             self._evaluator_state = self.ctx.caller("evaluator-0").call("evaluation_state", timeout_s=EVALUATOR_S)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends the metrics of an update."""
+        """Sends the metrics of an update; `step` is the version reached."""
         self._steps_done += 1
         self._seconds["idle"] += metrics["time/wait_for_batch"]
         self._seconds["busy"] += metrics["time/update"] + metrics["time/checkpoint"]

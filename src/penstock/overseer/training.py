@@ -115,7 +115,7 @@ class RunRequest:
         """Opens the run, and has it overseen to its end; `feed` is given each update."""
         started = time.monotonic()
         config = self.config
-        directory, run = open_run(self.kind, config, self.run_dir, self.resume, self.recipe, self.quiet, feed)
+        directory, run = open_run(self, feed)
         return RunSummary(
             directory.path,
             run.step,
@@ -205,51 +205,36 @@ PACKAGES = ("penstock", "jax", "jaxlib", "equinox", "optax", "numpy", "pyarrow",
 """Whose versions are recorded."""
 
 
-class DamageList(list[tuple[str, str]]):
-    """Where damaged files lie now, and what is wrong with them: told before there is a log to tell."""
-
-    def add(self, place: str, reason: str) -> None:
-        """One more."""
-        self.append((place, reason))
+Damages = list[tuple[str, str]]
+"""Where damaged files lie now, and what is wrong with them: told before there is a log to tell."""
 
 
-def open_run(
-    kind: PolicyKind,
-    config: Any,
-    run_dir: Path | str | None,
-    resume: bool,
-    recipe: str,
-    quiet: bool,
-    feed: "UpdateFeed | None" = None,
-) -> tuple[RunDirectory, Run]:
+def open_run(request: RunRequest, feed: "UpdateFeed | None" = None) -> tuple[RunDirectory, Run]:
     """Opens a run and has it overseen to its end.
 
     All that bad input can break is tried before the run directory is made, so that a mistake costs nothing and leaves
     nothing behind.
 
     Args:
-        kind: What it trains.
-        config: The run's.
-        run_dir: As of `penstock.train`, like what follows.
-        resume: Whether it goes on.
-        recipe: Its name or path.
-        quiet: Whether nothing is printed.
+        request: The run that was asked for.
         feed: Is given each update of a run in this process, and holds the next until it was looked at.
 
     Raises:
         ConfigError: bad input; nothing was written.
     """
+    kind, resume = request.kind, request.resume
+    config: Any = request.config
     local = config.runtime == "local"
     fresh = kind.begin(config) if local and not resume else None
-    token = secrets.token_hex(32) if local else _checked(kind, config)  # of a server that a local run launches
-    directory = _existing_run(run_dir) if resume else create_run(config, run_dir, recipe)
+    if not local:
+        kind.check(config)
+    token = secrets.token_hex(32) if local else run_token()  # locally that of a server that it launches
+    directory = _existing_run(request.run_dir) if resume else create_run(config, request.run_dir, request.recipe)
     with directory.locked():
-        damages = DamageList()
-        lineage, checkpoint = resume_point(directory, damages) if resume else (0, None)
+        lineage, checkpoint, damages = resume_point(directory) if resume else (0, None, None)
         check_goal(config.steps, checkpoint)
-        opened = partial(
-            open_log, config, directory, kind.progress(config, recipe), damages if resume else None, checkpoint
-        )
+        progress = kind.progress(config, request.recipe)
+        opened = partial(open_log, config, directory, progress, damages, checkpoint)
         crew = ThreadGroup()
         settings = Settings(config, directory, token, lineage, checkpoint)
         recorded = directory.read_config() if resume else None
@@ -262,18 +247,12 @@ def open_run(
         else:
             log, run = _under_ray(kind, settings, crew, opened, resume)
         try:
-            oversee(run, crew, log, config, directory, quiet)
+            oversee(run, crew, request.quiet)
         except (ConfigError, CheckpointError):
             if recorded is not None and log.step == step_of(checkpoint):  # no update was made with what is refused
                 directory.write_config(recorded)
             raise
     return directory, run
-
-
-def _checked(kind: PolicyKind, config: Any) -> str:
-    """The token of a run in many processes, whose input is tried here."""
-    kind.check(config)
-    return run_token()
 
 
 def _under_ray(
@@ -303,7 +282,7 @@ def open_log(
     config: "RunConfig | FleetRunConfig",
     directory: RunDirectory,
     progress: Progress,
-    resumed: DamageList | None,
+    resumed: Damages | None,
     checkpoint: Path | None = None,
 ) -> RunLog:
     """The run's log; with `resumed`, what the config changed and what is damaged or missing stands in it already.
@@ -352,19 +331,13 @@ def _note_missing(directory: RunDirectory, config: "RunConfig | FleetRunConfig",
             log.event("files_missing", path=str(path), reason=f"it is empty: {reason}")
 
 
-def oversee(
-    conductor: Run,
-    crew: ThreadGroup,
-    log: RunLog,
-    config: "RunConfig | FleetRunConfig",
-    directory: RunDirectory,
-    quiet: bool,
-) -> None:
+def oversee(run: Run, crew: ThreadGroup, quiet: bool) -> None:
     """Runs it to its end; closes the log. Memory that killed runs left on this machine is freed before."""
+    log, directory = run.log, run.tasks.settings.directory
     try:
         for found in free_abandoned():
             log.event("memory_freed", path=str(found.path), bytes=found.nbytes)
-        Overseer(conductor, crew, directory, log, TerminalView(log.progress, quiet=quiet), config.overseer).run()
+        Overseer(run, crew, directory, log, TerminalView(log.progress, quiet=quiet), run.config.overseer).run()
     except Exception as error:
         if directory.events_path.exists():
             error.add_note(f"the story is in {directory.events_path}")
@@ -373,25 +346,30 @@ def oversee(
         log.close()
 
 
-def resume_point(directory: RunDirectory, damages: DamageList) -> tuple[int, Path | None]:
-    """The lineage to begin, and the newest checkpoint that is whole; None where the run ended before its first.
+def resume_point(directory: RunDirectory) -> tuple[int, Path | None, Damages]:
+    """The lineage to begin, the newest checkpoint that is whole (None: it ended before its first), and what is damaged.
 
-    The run is locked, so that no other process makes a newer one meanwhile.
+    The run is locked, so that no other process makes a newer checkpoint meanwhile.
 
     Raises:
         RunDirectoryError: the run has trained, but none of its checkpoints is left.
     """
-    path = newest_good_checkpoint(directory.checkpoints, damages.add)
+    damages: Damages = []
+
+    def note(place: str, reason: str) -> None:
+        damages.append((place, reason))
+
+    path = newest_good_checkpoint(directory.checkpoints, note)
     if path is None and (any(directory.checkpoints.glob("damaged-*")) or any(directory.batches.iterdir())):
         raise RunDirectoryError(
             f"{directory.path} has no checkpoint that is whole, though it has trained: restore one from a copy, or "
             "start another run" + "".join(f"; {place} is damaged: {reason}" for place, reason in damages)
         )
-    repair_logs(directory, damages.add)
+    repair_logs(directory, note)
     lineages = [Lineages(directory.lineages_path).newest, *_lineages_of_tickets(directory)]
     if path is not None:
         lineages.append(int(read_states(path)["run"]["lineage"]))
-    return max(lineages) + 1, path
+    return max(lineages) + 1, path, damages
 
 
 def _lineages_of_tickets(directory: RunDirectory) -> set[int]:

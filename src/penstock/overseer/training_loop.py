@@ -14,12 +14,15 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.learner.checkpoints import SavedLearner
 from penstock.learner.config import OptimizerConfig
 from penstock.learner.snapshot import LearnerSnapshot
 from penstock.types import BatchSource, NoProgressError, Stopped, TrainingBatch, WeightVersion
+
+if TYPE_CHECKING:
+    from penstock.overseer.trainer import LearnerComponent
 
 
 class Commit(Protocol):
@@ -56,50 +59,6 @@ class UpdatingLearner(SavedLearner, Protocol):
         ...
 
 
-class LoopOwner(Protocol):
-    """Whose loop it is."""
-
-    def arrays(self) -> Mapping[str, Any]:
-        """The learner's current parameters by name, as they are published."""
-        ...
-
-    def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
-        """Offers a version to whoever generates."""
-        ...
-
-    def before_update(self, batch: TrainingBatch[Any]) -> None:
-        """Begins what goes on beside an update.
-
-        Raises:
-            MismatchError: engines and learner disagree about the version that the learner holds; nothing was applied.
-        """
-        ...
-
-    def after_update(self) -> Mapping[str, float]:
-        """Ends it, before the new version is offered; returns its metrics.
-
-        Raises:
-            MismatchError: engines and learner disagree about the version before.
-        """
-        ...
-
-    def checkpoint_due(self, step: int) -> bool:
-        """Whether version `step` gets one, be it the last or not."""
-        ...
-
-    def save(self, step: int) -> None:
-        """Takes a checkpoint of the update boundary; it may be written while training goes on."""
-        ...
-
-    def wait_until_saved(self) -> None:
-        """Returns when every checkpoint that was taken is durable; raises what one failed with."""
-        ...
-
-    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An update was made; `step` is the version reached."""
-        ...
-
-
 WAIT_S = 60.0
 """Seconds of one wait for a batch. There is always another: who owes progress is seen by the overseer alone."""
 
@@ -121,7 +80,7 @@ class TrainingLoop:
         learner: UpdatingLearner,
         source: BatchSource,
         commit: Commit,
-        owner: LoopOwner,
+        owner: "LearnerComponent",
         goal: WeightVersion,
         publish_first: bool,
     ) -> None:

@@ -1,7 +1,8 @@
 """Replay: tickets, the buffer, the durable store, the ledger, and recovery; docs/replay.md has the rules."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.types.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.replay.buffer import OpenAdmission, ReplayBuffer
@@ -93,12 +94,4 @@ __all__ = [
     "plan_recovery", "repair_logs",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

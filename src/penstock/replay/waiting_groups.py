@@ -32,7 +32,6 @@ from penstock.types import (
     FragmentExample,
     InvalidRolloutError,
     PackedRollout,
-    PenstockError,
     RLExample,
     Rollout,
     RolloutGroup,
@@ -40,6 +39,7 @@ from penstock.types import (
     RunFailed,
     TrainingExample,
 )
+from penstock.types.errors import errors_of_user_code
 
 
 @dataclass(slots=True, eq=False)
@@ -377,14 +377,8 @@ def batch_metrics(maker: AnyMaker, examples: Sequence[TrainingExample]) -> dict[
 
 def _guarded(maker: AnyMaker, method: str, *arguments: Any) -> Any:
     """Calls a maker, which may be a user's; an error in it is told with its name."""
-    try:
+    with errors_of_user_code(RunFailed, f"the batch maker's {type(maker).__name__}.{method} raised"):
         return getattr(maker, method)(*arguments)
-    except PenstockError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever a user's class raises
-        raise RunFailed(
-            f"the batch maker's {type(maker).__name__}.{method} raised {type(error).__name__}: {error}"
-        ) from error
 
 
 def _checked(maker: AnyMaker, made: Any) -> list[TrainingExample]:

@@ -4,8 +4,9 @@
 the storage and the tracker. Not to be confused with the fleet's classes of the same names.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.types.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.rollout.config import RolloutConfig
@@ -21,12 +22,4 @@ _EXPORTS = {
 
 __all__ = ["Lockstep", "RolloutConfig", "RolloutManager", "RolloutWorker"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -46,6 +46,7 @@ from penstock.types import (
     as_seed,
     fold,
 )
+from penstock.types.errors import errors_of_user_code
 
 if TYPE_CHECKING:
     from penstock.model.language import Decoder
@@ -272,7 +273,8 @@ class RolloutManager:
         environment = self.environment(lesson_id)
         decoding = decoding or lesson.sampling_params.decoding(self.context.tokenizer)
         asked = _NotedContext(context or self.context, self._agents)
-        try:
+        called = f"environment {lesson.environment.env_class} of lesson {lesson_id!r}"
+        with errors_of_user_code(EnvironmentFailure, f"{called} raised"):
             if problems is None:
                 sampled = environment.sample(asked, n_examples, n_generations, decoding, rng, mode)
             else:
@@ -280,13 +282,6 @@ class RolloutManager:
             found, numbers = pair_of(sampled, environment.name)
             groups = validate_groups(found, n_examples, n_generations, environment.name)
             metrics = validate_metrics(numbers, environment.name)
-        except PenstockError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise EnvironmentFailure(
-                f"environment {lesson.environment.env_class} of lesson {lesson_id!r} raised "
-                f"{type(error).__name__}: {error}"
-            ) from error
         if n_examples and not groups:
             logger.warning("environment %s of lesson %r gave no group for %d examples: the batch is empty",
                            lesson.environment.env_class, lesson_id, n_examples)  # fmt: skip

@@ -1,7 +1,8 @@
 """The run directory: its paths, its atomic writes, its logs, and the schemas of its Parquet files."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.types.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.rundir.directory import RunDirectory
@@ -96,12 +97,4 @@ __all__ = [
     "write_records", "write_replay", "write_rescored",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -1,7 +1,8 @@
 """Text to tokens and back. No JAX here; transformers is imported only for chat templates and unusual directories."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.types.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer, same_tokenizer, vocabulary_size
@@ -10,12 +11,4 @@ _EXPORTS = {"Tokenizer": "tokenizer", "same_tokenizer": "tokenizer", "vocabulary
 
 __all__ = ["Tokenizer", "same_tokenizer", "vocabulary_size"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

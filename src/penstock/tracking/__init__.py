@@ -1,7 +1,8 @@
 """Where a run's metrics and sample conversations go besides the run directory: one protocol, several services."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.types.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.tracking.config import PrometheusConfig, TrackingConfig
@@ -47,12 +48,4 @@ __all__ = [
     "WandbConfig", "WandbTracker", "conversation_of", "make_tracker",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -1,7 +1,8 @@
 """Records, protocols and errors shared by every component. Imports NumPy and nothing of ours."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.types.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.types.calls import Caller, CompiledProgram, RetryingCaller
@@ -171,12 +172,4 @@ __all__ = [
     "WeightsError", "as_seed", "fold", "generator", "refuse_idle",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -25,6 +25,8 @@
 
 import os
 import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
 
 MOST_FAILURE_CHARS = 4_000
 """Longest message of a failure that quotes the user's code, which may raise an error of any size."""
@@ -138,3 +140,21 @@ def raised_at(error: BaseException) -> str:
         elif not frame.filename.startswith("<") and not path.startswith((_PENSTOCK, _STANDARD_LIBRARY)):
             own = f" ({os.path.basename(path)}:{frame.lineno})"
     return own or installed
+
+
+@contextmanager
+def errors_of_user_code(kind: type[PenstockError], told: str, after: str = "", about: str = "") -> Generator[None]:
+    """What a user's code raises inside, `SystemExit` too, is raised as one error with its place; Penstock's own go on.
+
+    Args:
+        kind: Of the error.
+        told: Its message up to the name of what was raised: ``lesson 'a' raised``.
+        after: How the message ends, behind what was raised said.
+        about: What stands behind its name: `` about 'problem 7'``.
+    """
+    try:
+        yield
+    except PenstockError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise kind(f"{told} {type(error).__name__}{about}: {error}{raised_at(error)}{after}") from error

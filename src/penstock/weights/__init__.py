@@ -1,7 +1,8 @@
 """Versioned weights on their way from the learner to the inference engines; knows no model class."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.types.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.weights.broadcaster import merged_arrays, trained_arrays
@@ -32,12 +33,4 @@ __all__ = [
     "trained_arrays",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

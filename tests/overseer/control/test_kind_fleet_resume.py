@@ -18,7 +18,7 @@ from penstock.overseer.run import Run
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.tasks import DirectTasks
-from penstock.overseer.training import DamageList, open_log
+from penstock.overseer.training import open_log
 from penstock.rundir import RunDirectory, read_events
 from penstock.types import CheckpointError, ConfigError, LeafSpace, Spaces
 from tests.overseer.conftest import merged
@@ -145,7 +145,7 @@ def test_before_it_is_loaded_a_resumed_run_says_its_step(run_dir: Path, guess: S
     checkpoint = directory.checkpoints / "step-5"
     checkpoint.mkdir()
     (checkpoint / "state.json").write_text('{"format_version": 1, "step": 5, "states": {}}')
-    log = open_log(config, directory, Progress("test", 9, 8, wording=CONTROL_LABELS), DamageList(), checkpoint)
+    log = open_log(config, directory, Progress("test", 9, 8, wording=CONTROL_LABELS), [], checkpoint)
     kind, settings = ControlKind(guess), Settings(config, directory, "", 1, checkpoint)
     run = Run(kind, DirectTasks(kind, settings, RunStart(make_policy(config, guess)), ThreadGroup(), log), log)
     log.close()

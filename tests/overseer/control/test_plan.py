@@ -36,8 +36,9 @@ def test_the_estimate_adds_up_fragments_wherever_they_are():
     config = build({"fleet": {"queue_fragments": 2}, "replay": {"max_waiting": 5}})
     spaces = Spaces((LeafSpace("", "box", (100,), "float32"),), (LeafSpace("", "discrete", (), "int64", (2,)),))
     memory = estimate_fleet_memory(config, spaces, parameters=1000, state_bytes=16)
-    assert memory.parameters_bytes == 3 * 4000
+    assert memory["parameters of learner and workers"] == 3 * 4000
     # 2 · 4 in an update, 5 waiting, 2 queued, 4 being filled; of 8 + 1 steps of 400 + 8 + 64 bytes and a state
-    assert memory.fragments_bytes == (8 + 5 + 2 + 4) * (9 * (400 + 8 + 64) + 16)
-    assert memory.shared_bytes == 2 * 4 * 400 and memory.simulators_bytes == 4 * SIMULATOR_BYTES
-    assert memory.total_bytes > memory.process_bytes + memory.fragments_bytes
+    assert memory["fragments"] == (8 + 5 + 2 + 4) * (9 * (400 + 8 + 64) + 16)
+    assert memory["shared memory of the simulators"] == 2 * 4 * 400
+    assert memory["processes of light simulators"] == 4 * SIMULATOR_BYTES
+    assert memory["total"] > memory["the process itself"] + memory["fragments"]

@@ -78,8 +78,8 @@ class Work:
         self.begun = self.over = 0
         self.work: Callable[[], None] = lambda: None
 
-    def is_due(self, step: int) -> bool:
-        return True
+    def due(self, step: int) -> str:
+        return "eval"
 
     def __call__(self, version: WeightVersion) -> None:
         self.evaluate(version.step)

@@ -121,7 +121,6 @@ def test_an_adapter_answers_in_the_dtype_that_its_run_trains_it_in(tmp_path, mad
         raise ConfigError("enough")
 
     monkeypatch.setattr("penstock.overseer.language.generation.load_policy", recorded)
-    monkeypatch.setattr("penstock.overseer.language.evaluation.load_policy", recorded)
     for answer in (
         lambda run: generate(tmp_path, run, tmp_path / "new.parquet"),
         lambda run: penstock.evaluate(tmp_path, run),

@@ -37,7 +37,7 @@ def log(run_dir: Path):
 
 
 def test_a_bottleneck_is_an_event_where_it_changes_and_a_sentence_at_every_update(log: RunLog, run_dir: Path):
-    updates: Any = Updates(log, 1)
+    updates: Any = Updates(log)
     updates._idle = Shares()
     busy_learner, busy_generation = {"learner": 0.05}, {"learner": 0.5, "inference": 0.1}
     idle = [{}, busy_learner, {"learner": 0.01}, busy_generation, {}, {**busy_generation, "learner": 0.4}, busy_learner]
@@ -56,7 +56,7 @@ def test_a_bottleneck_is_an_event_where_it_changes_and_a_sentence_at_every_updat
 
 
 def test_updates_without_signal_are_one_event_and_one_line_and_the_truncated_share_is_named(log: RunLog, run_dir: Path):
-    updates: Any = Updates(log, 1)
+    updates: Any = Updates(log)
     flat = {**TIMES, "train/zero_variance_groups": 1.0, "train/advantage_zero_fraction": 1.0, "train/groups": 2.0}
     log.progress.note_rollouts({"rollout/cats/groups": 2.0, "rollout/cats/truncated_fraction": 0.75})
     for step in range(1, 13):
@@ -71,7 +71,7 @@ def test_updates_without_signal_are_one_event_and_one_line_and_the_truncated_sha
 
 
 def test_what_is_generated_while_the_first_update_waits_for_its_programs_is_no_pace(log: RunLog, monkeypatch):
-    now, updates = [100.0], Updates(log, 1)
+    now, updates = [100.0], Updates(log)
     monkeypatch.setattr(updates._pace, "_clock", lambda: now[0])
     updates.begin_phase()
 

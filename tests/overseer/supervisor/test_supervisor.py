@@ -1,5 +1,7 @@
 """The supervisor from outside: who lives, who is replaced, who is told."""
 
+from functools import partial
+
 import pytest
 
 from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Report
@@ -218,8 +220,7 @@ def test_messages_of_the_dead_are_dropped_and_counted():
     hanging.answer_at_last()
     world.advance(2.0)
     assert world.messages == [] and world.supervisor.metrics()["overseer/late_messages_total"] == 1
-    report = world.supervisor.report("rollout-0")
-    assert report is not None and report.identity.incarnation == 1
+    assert world.supervisor.reports["rollout-0"].identity.incarnation == 1
 
 
 def test_a_report_of_another_incarnation_is_dropped():
@@ -279,14 +280,14 @@ def test_a_finished_component_is_left_alone():
 def test_calls_reach_the_incarnation_that_lives():
     world = World()
     world.add("replay-0")
-    caller = world.supervisor.caller("replay-0")
-    assert caller.call("status", timeout_s=1.0) == "status by replay-0#0"
+    call = partial(world.supervisor.call, "replay-0", "status", timeout_s=1.0)
+    assert call() == "status by replay-0#0"
     world.newest("replay-0").die()
     world.advance(1.0)
     with pytest.raises(UnreachableError, match="replay-0 is not running at present: status was not called"):
-        caller.call("status", timeout_s=1.0)
+        call()
     world.advance(3.0)
-    assert caller.call("status", timeout_s=1.0) == "status by replay-0#1"
+    assert call() == "status by replay-0#1"
 
 
 def test_who_owes_progress_is_named_with_what_it_does():

@@ -14,9 +14,9 @@ def test_an_essential_component_is_lost_once_its_process_is_gone_and_returns_whe
     learner.stuck_kills = 2
     learner.die()
     world.advance(1.0)
-    assert world.losses == [] and not world.supervisor.is_lost("learner-0")
+    assert world.losses == [] and not world.supervisor.is_gone("learner-0")
     world.advance(10.0)
-    assert world.losses == [("learner-0#0", "learner-0#0 is dead")] and world.supervisor.is_lost("learner-0")
+    assert world.losses == [("learner-0#0", "learner-0#0 is dead")] and world.supervisor.is_gone("learner-0")
     assert world.started("learner-0") == [0]
     world.supervisor.set_lineage(1)
     world.supervisor.respawn("learner-0", {"checkpoint": "step-7"})

@@ -4,8 +4,9 @@ What a fleet steps (`penstock.fleet`), each in a process of its own. Nothing her
 before it is asked for. Not covered: processes, deadlines and restarts.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.types.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.environments.simulators.memory import MemorySimulator
@@ -26,12 +27,4 @@ __all__ = [
     "simulator_ids",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -11,7 +11,6 @@ directory; in the config all are absolute, so that it means the same wherever it
 """
 
 import copy
-import difflib
 import importlib.resources
 import logging
 import os
@@ -29,7 +28,7 @@ from penstock.overseer.config_loading.keys import is_secret, matches
 from penstock.overseer.config_loading.suggestions import unknown_key
 from penstock.rundir.yaml_documents import parse_mapping, parse_yaml, read_mapping
 from penstock.types import ConfigError, IdleKeyError
-from penstock.types.importing import as_path
+from penstock.types.importing import as_path, nearest
 
 if TYPE_CHECKING:
     from penstock.overseer.config import RunConfig
@@ -152,8 +151,7 @@ def _nearest_literal(details: ErrorDetails) -> str:
     if details["type"] not in ("literal_error", "enum") or not isinstance(details["input"], str):
         return ""
     options = details.get("ctx", {})["expected"].replace(" or ", ", ").split(", ")
-    close = difflib.get_close_matches(details["input"], [option.strip("'") for option in options], n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    return nearest(details["input"], [option.strip("'") for option in options])
 
 
 def _shown(value: Any) -> str:
@@ -243,7 +241,7 @@ def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
         return _read(path)
     known = ", ".join(sorted(recipes)) or "none"
     raise ConfigError(
-        f"no recipe named {name!r}{_nearest(name, recipes)}: packaged recipes are {known}; "
+        f"no recipe named {name!r}{nearest(name, recipes)}: packaged recipes are {known}; "
         f"or give the path of a YAML file"
     )
 
@@ -420,15 +418,10 @@ def _read(path: Path) -> dict[str, Any]:
         return read_mapping(path)
     except FileNotFoundError as error:
         siblings = [file.name for file in path.parent.glob("*.y*ml")]
-        hint = _nearest(path.name, siblings)
+        hint = nearest(path.name, siblings)
         raise ConfigError(f"no file {path}{hint}: give an existing YAML file or a packaged recipe") from error
     except (OSError, ValueError) as error:  # a path with a null character is no path
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
-
-
-def _nearest(word: str, known: Any) -> str:
-    matches = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
 def _set(values: dict[str, Any], keys: list[str], value: Any, override: str, merging: bool = False) -> None:

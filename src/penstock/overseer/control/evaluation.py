@@ -41,7 +41,7 @@ from penstock.overseer.control.simulators import (
     start_pool,
 )
 from penstock.overseer.control_config import FleetRunConfig
-from penstock.overseer.evaluation_report import Estimate
+from penstock.overseer.evaluation_report import Estimate, plain
 from penstock.overseer.run_log import failure_in_words
 from penstock.rundir.storage import check_place
 from penstock.types import (
@@ -112,7 +112,7 @@ class FleetEvaluationReport:
             "checkpoint": str(self.checkpoint),
             "deterministic": self.deterministic,
             "seconds": self.seconds,
-            "tasks": {name: _plain(asdict(report)) for name, report in self.tasks.items()},
+            "tasks": {name: plain(asdict(report)) for name, report in self.tasks.items()},
             "videos": [str(path) for path in self.videos],
         }
 
@@ -137,12 +137,6 @@ class FleetEvaluationReport:
         table.add_row("range", *(f"{report.lowest:g} … {report.highest:g}" for report in reports))
         table.add_row("steps", *(f"{report.length_mean:.1f}" for report in reports))
         return table
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def evaluate_fleet(

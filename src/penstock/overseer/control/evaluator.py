@@ -31,7 +31,7 @@ from penstock.overseer.control.simulators import OnEvent, evaluation_fleet, open
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.results import BestNews, Results, write_stats
-from penstock.overseer.run_log import is_news
+from penstock.overseer.run_log import simulators_told
 from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.types import (
     NoProgressError,
@@ -283,7 +283,7 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
         self._feed = FollowedWeights(ctx, settings, named_arrays(policy))
         news = BestNews(ctx.caller("learner-0"), settings.config.overseer.keep_best)
         self._evaluator = FleetEvaluator(
-            settings.config, policy, news.logged_by(ctx.metrics), self._on_event, news.begun
+            settings.config, policy, news.logged_by(ctx.metrics), simulators_told(ctx), news.begun
         )
         if state:
             self._evaluator.restore(state)
@@ -350,11 +350,6 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
 
     def _has_work(self) -> bool:
         return self._one_at_a_time.locked()
-
-    def _on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        if is_news(kind, fields):
-            rest = {name: value for name, value in fields.items() if name != "step"}
-            self.ctx.event(kind, int(fields.get("step", 0)), **rest)
 
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         doing = self._evaluator.doing

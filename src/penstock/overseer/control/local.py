@@ -24,7 +24,7 @@ from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.results import BestNews, write_stats
-from penstock.overseer.run_log import is_news
+from penstock.overseer.run_log import simulators_told
 from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.overseer.tasks import LocalComponent
 from penstock.overseer.trainer import LearnerComponent
@@ -46,14 +46,8 @@ def local_components(
     config = settings.config
     require_films(config)
     ctx = context("evaluator-0")
-
-    def on_event(event: str, fields: Mapping[str, Any]) -> None:
-        if is_news(event, fields):
-            rest = {name: value for name, value in fields.items() if name != "step"}
-            ctx.event(event, int(fields.get("step", 0)), **rest)
-
     news = BestNews(ctx.caller("learner-0"), config.overseer.keep_best)
-    evaluator = FleetEvaluator(config, start.policy, news.logged_by(ctx.metrics), on_event, news.begun)
+    evaluator = FleetEvaluator(config, start.policy, news.logged_by(ctx.metrics), simulators_told(ctx), news.begun)
     if start.checkpoint is not None:
         evaluator.restore(start.checkpoint.states["evaluator"])
     weights = _OfferedWeights(evaluator, config.steps)
@@ -129,13 +123,13 @@ class LocalFleet(ThreadedComponent[FleetRunConfig]):
     ) -> None:
         super().__init__(ctx, settings)
         overseer = settings.config.overseer
-        sink = CountingSink(replay.opened.buffer, replay.reports.note_delivery)
+        sink, on_event = CountingSink(replay.opened.buffer, replay.reports.note_delivery), simulators_told(ctx)
         self._learner = learner
         self._replay = replay
         self._manager = RolloutManager(
             settings.config.fleet,
-            _WorkerMaker(settings, learner, sink, weights, self._on_event),
-            on_event=self._on_event,
+            _WorkerMaker(settings, learner, sink, weights, on_event),
+            on_event=on_event,
             reports=replay.reports,
             max_restarts=overseer.max_restarts,
             restart_window_s=overseer.restart_window_s,
@@ -157,11 +151,6 @@ class LocalFleet(ThreadedComponent[FleetRunConfig]):
         """Has failed workers made anew; one that fails too often ends the run."""
         while not self._over.wait(SUPERVISE_S):
             self._manager.supervise()
-
-    def _on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Of workers and simulators, in their threads."""
-        if is_news(kind, fields):
-            self.ctx.event(kind, **fields)
 
     def drain(self) -> None:
         """Nobody acts any more."""

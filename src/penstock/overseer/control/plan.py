@@ -17,8 +17,6 @@ waiting:
 An upper estimate to decide by; activations of convolutions and heavy simulators come on top.
 """
 
-from dataclasses import dataclass, fields
-
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.estimate import PROCESS_BYTES, bytes_text
 from penstock.rundir.yaml_documents import dump_yaml
@@ -28,36 +26,10 @@ SIMULATOR_BYTES = 30 * 2**20
 """Of a process with a light simulator: what it does not share with the one that it was forked from."""
 
 
-@dataclass(frozen=True, slots=True)
-class FleetMemoryEstimate:
-    """Bytes by purpose; see the module's docstring.
-
-    Attributes:
-        parameters_bytes: All sets.
-        optimizer_bytes: Gradients and moments, of AdamW, which has most.
-        fragments_bytes: Wherever they are.
-        shared_bytes: Between simulators and workers.
-        simulators_bytes: Their processes.
-        process_bytes: Everything else.
-    """
-
-    parameters_bytes: int
-    optimizer_bytes: int
-    fragments_bytes: int
-    shared_bytes: int
-    simulators_bytes: int
-    process_bytes: int = PROCESS_BYTES
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return sum(getattr(self, field.name) for field in fields(self))
-
-
 def estimate_fleet_memory(
     config: FleetRunConfig, spaces: Spaces, parameters: int, state_bytes: int = 0
-) -> FleetMemoryEstimate:
-    """The memory of a fleet run on one machine.
+) -> dict[str, int]:
+    """The memory of a fleet run on one machine: bytes by purpose, and in all; see the module's docstring.
 
     Args:
         config: The run's.
@@ -72,13 +44,15 @@ def estimate_fleet_memory(
     fragment_bytes = (fleet.fragment_length + 1) * step_bytes + state_bytes
     waiting = replay.buffer_config().capacity if replay.most_waiting is None else replay.most_waiting
     fragments = 2 * replay.fragments_per_batch + waiting + fleet.workers * fleet.queue_fragments + slots
-    return FleetMemoryEstimate(
-        parameters_bytes=(2 + fleet.workers) * 4 * parameters,
-        optimizer_bytes=4 * 4 * parameters,
-        fragments_bytes=fragments * fragment_bytes,
-        shared_bytes=2 * slots * seen_bytes,
-        simulators_bytes=fleet.workers * fleet.processes_per_worker * SIMULATOR_BYTES,
-    )
+    parts = {
+        "parameters of learner and workers": (2 + fleet.workers) * 4 * parameters,
+        "gradients and optimiser state": 4 * 4 * parameters,  # of AdamW, which has most
+        "fragments": fragments * fragment_bytes,
+        "shared memory of the simulators": 2 * slots * seen_bytes,
+        "processes of light simulators": fleet.workers * fleet.processes_per_worker * SIMULATOR_BYTES,
+        "the process itself": PROCESS_BYTES,
+    }
+    return {**parts, "total": sum(parts.values())}
 
 
 def describe_fleet_plan(config: FleetRunConfig) -> str:
@@ -106,6 +80,7 @@ def _size_lines(config: FleetRunConfig) -> list[str]:
     policy = make_policy(config, spaces)
     ControlLearner(policy, config.learner, config.steps)  # which looks at all names
     parameters, model = count_parameters(policy), config.model
+    memory = estimate_fleet_memory(config, spaces, parameters, state_bytes(policy))
     parts = model.module or f"{model.network}{'' if model.memory == 'none' else f', {model.memory}'}"
     return [
         f"Model: {parts}, {parameters:,} parameters",
@@ -113,7 +88,7 @@ def _size_lines(config: FleetRunConfig) -> list[str]:
         f"Actions: {_leaves(spaces.actions)}",
         "",
         "Memory, estimated:",
-        *_memory_lines(estimate_fleet_memory(config, spaces, parameters, state_bytes(policy))),
+        *(f"  {name:<34}{bytes_text(count):>11}" for name, count in memory.items()),
     ]
 
 
@@ -126,19 +101,6 @@ def _leaves(leaves: tuple[LeafSpace, ...]) -> str:
 
 def _choices(leaf: LeafSpace) -> str:
     return f"of {', '.join(map(str, leaf.n[:4]))}{'…' if len(leaf.n) > 4 else ''}" if leaf.n else ""
-
-
-def _memory_lines(memory: FleetMemoryEstimate) -> list[str]:
-    parts = {
-        "parameters of learner and workers": memory.parameters_bytes,
-        "gradients and optimiser state": memory.optimizer_bytes,
-        "fragments": memory.fragments_bytes,
-        "shared memory of the simulators": memory.shared_bytes,
-        "processes of light simulators": memory.simulators_bytes,
-        "the process itself": memory.process_bytes,
-        "total": memory.total_bytes,
-    }
-    return [f"  {name:<34}{bytes_text(count):>11}" for name, count in parts.items()]
 
 
 def _component_lines(config: FleetRunConfig) -> list[str]:

@@ -34,13 +34,10 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
         self.now = clock.now
         self._handling, self._receiving = CallCounter(self.activity), CallCounter(self.activity)
         opened = self.opened = open_replay(
+            settings,
             replay.buffer_config(),
-            settings.directory,
-            settings.lineage,
             FRAGMENTS,
             FragmentBatchMaker(replay.order, replay.max_samples),
-            steps=config.steps,
-            keep_checkpoints=config.overseer.keep_checkpoints,
             clock=clock.now,
             on_damage=self._on_damage,
             writing=self.activity.busy,

@@ -10,6 +10,7 @@ fragments have ids of their own.
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
@@ -21,7 +22,7 @@ from penstock.overseer.control.policies import make_policy, make_worker_runner
 from penstock.overseer.control.simulators import filmed_pool, worker_pool
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.run_log import is_news
+from penstock.overseer.run_log import simulators_told
 from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.replay import FRAGMENTS, RemoteSink
 from penstock.types import Spaces, Stopped, UnreachableError, WeightVersion
@@ -145,7 +146,7 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         super().__init__(ctx, settings)
         config, me, lineage = settings.config, ctx.identity, settings.lineage
         self._replay = ctx.caller("replay-0")
-        self._clock = RunClock(self._replay)
+        self._clock = RunClock(ctx)
         self._sink = RemoteSink(
             self._replay,
             me.name,
@@ -159,8 +160,9 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         before = WeightVersion(lineage, 0)  # of no weights: it waits for the first
         self._runner = make_worker_runner(policy, config, me.index, before, me.incarnation)
         name = f"{me.name}.{lineage}"  # every life of a run has fragments of its own
-        pool = worker_pool(config, me.index, lineage, me.incarnation, self._on_event)
-        filmed = filmed_pool(pool, config, settings.directory, f"{name}-{me.incarnation}", self._on_event)
+        on_event = simulators_told(ctx)
+        pool = worker_pool(config, me.index, lineage, me.incarnation, on_event)
+        filmed = filmed_pool(pool, config, settings.directory, f"{name}-{me.incarnation}", on_event)
         if filmed is not None:
             for draft in settings.directory.videos.glob(f".{name}-*.tmp"):
                 draft.unlink(missing_ok=True)  # of an earlier incarnation, whose process is gone
@@ -172,7 +174,7 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
             self._runner,
             self._sink,
             self._feed,
-            on_event=self._on_event,
+            on_event=on_event,
             on_batch=(filmed.note,) if filmed else (),
             first_weights_timeout_s=FIRST_WEIGHTS_S,
             stamp=self._clock.now,
@@ -183,15 +185,8 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
 
     @override
     def start(self) -> None:
-        self.crew.start(f"{self.name}.clock", self._follow_clock)
+        self.crew.start(f"{self.name}.clock", partial(self._clock.follow, self.stopping))
         self.crew.start(f"{self.name}.reports", self._run)
-
-    def _follow_clock(self) -> None:
-        self._clock.follow(self._living_replay, self.stopping)
-
-    def _living_replay(self) -> object:
-        peer = self.ctx.view.peer("replay-0")
-        return None if peer is None else peer.identity
 
     def _run(self) -> None:
         self.doing = "compiling"
@@ -214,10 +209,6 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         except UnreachableError:
             return  # told again soon, to this incarnation or the next
         self._next_episode = report.next_episode
-
-    def _on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        if is_news(kind, fields):
-            self.ctx.event(kind, **fields)
 
     def drain(self) -> None:
         """Acts no more, and sends what is complete while the learner trains."""

@@ -14,16 +14,14 @@ import pyarrow as pa
 
 from penstock.environments import Environment, load_environment
 from penstock.inference.serving import model_directory
-from penstock.model.language import load_policy
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.evaluation_report import EvaluationReport, LessonReport
-from penstock.overseer.language.generation import check_count, chosen_lessons, version_of
+from penstock.overseer.language.generation import check_count, chosen_lessons, manager_of, version_of
 from penstock.overseer.language.given import GivenEnvironment, GivenReward, take_objects
 from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_evaluation, write_parquet
 from penstock.rundir.storage import check_place
-from penstock.text import Tokenizer
 from penstock.types import (
     ConfigError,
     EnvironmentFailure,
@@ -132,22 +130,7 @@ def _answers(
     generations: int,
     label: str,
 ) -> Found:
-    model_dir, step = model_directory(str(source)), version_of(source)
-    policy = config.model.policy(model_dir)
-    tokenizer = Tokenizer.load(policy.tokenizer_path, policy.chat_template_kwargs)
-    decoder = load_policy(policy, config.seed, tokenizer)
-    limits = config.overseer
-    manager = RolloutManager.from_configs(
-        environments,
-        config.curriculum,
-        config.inference,
-        tokenizer,
-        decoder,
-        config.seed,
-        weight_step=step,
-        start_timeout_s=limits.no_progress_s,
-        stop_timeout_s=limits.stop_timeout_s,
-    )
+    manager, step = manager_of(source, config, environments), version_of(source)
     try:
         return {lesson_id: _evaluated(manager, lesson_id, n, generations, label, step) for lesson_id in lessons}
     finally:

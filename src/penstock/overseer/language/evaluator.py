@@ -107,22 +107,21 @@ class Evaluator:
 
     def __call__(self, version: WeightVersion) -> None:
         """Runs the evaluation that is due at this version, if any."""
-        config, step = self._manager.curriculum.config, version.step
-        if evaluation_due(config.eval_frequency, self._evaluated_step, step):
+        step, due = version.step, self.due(version.step)
+        if due == "eval":
             self._begun(step)
-            self._log(step, metrics_of(self._attempt("eval", step, "eval", self._lessons), "eval"))
+            self._log(step, metrics_of(self._attempt(due, step, due, self._lessons), due))
             self._evaluated_step = self._glanced_step = step
-        elif evaluation_due(config.micro_eval_frequency, self._glanced_step, step):
-            looked = self._attempt("micro_eval", step, "micro_eval", self._lessons_looked_at())
-            self._log(step, metrics_of(looked, "micro_eval"))
+        elif due is not None:
+            self._log(step, metrics_of(self._attempt(due, step, due, self._lessons_looked_at()), due))
             self._glanced_step = step
 
-    def is_due(self, step: int) -> bool:
-        """Whether a call with a version of that step would evaluate anything."""
+    def due(self, step: int) -> EvalType | None:
+        """What a call with a version of that step would evaluate, if anything."""
         config = self._manager.curriculum.config
-        return evaluation_due(config.eval_frequency, self._evaluated_step, step) or evaluation_due(
-            config.micro_eval_frequency, self._glanced_step, step
-        )
+        if evaluation_due(config.eval_frequency, self._evaluated_step, step):
+            return "eval"
+        return "micro_eval" if evaluation_due(config.micro_eval_frequency, self._glanced_step, step) else None
 
     @property
     def _lessons(self) -> Collection[str]:
@@ -139,8 +138,10 @@ class Evaluator:
         results: dict[str, RolloutBatchStats] = {}
         said: list[RolloutBatch] = []
         for lesson_id in lessons:
+            if self._stopping.is_set():
+                raise Stopped("the evaluation was cut short")
             try:
-                results[lesson_id], batch = self._one(lesson_id, eval_type, step, label)
+                results[lesson_id], batch = self._manager.evaluate_lesson(lesson_id, None, eval_type, step, label=label)
                 said.append(batch)
             except (EnvironmentFailure, InvalidRolloutError) as failure:
                 if self._stopping.is_set():
@@ -165,13 +166,6 @@ class Evaluator:
     def stop(self) -> None:
         """No lesson is begun any more."""
         self._stopping.set()
-
-    def _one(
-        self, lesson_id: str, eval_type: EvalType, step: int, label: str
-    ) -> tuple[RolloutBatchStats, RolloutBatch]:
-        if self._stopping.is_set():
-            raise Stopped("the evaluation was cut short")
-        return self._manager.evaluate_lesson(lesson_id, None, eval_type, step, label=label)
 
     def state(self) -> dict[str, Any]:
         """The steps last evaluated."""
@@ -266,7 +260,7 @@ class EvaluatorRole(ThreadedComponent):
             if learner is None or not learner.address.get("training") or version in (None, self._seen):
                 continue
             try:
-                if self._evaluator.is_due(version.step):
+                if self._evaluator.due(version.step) is not None:
                     self._on_one_server(version, partial(self._evaluator, version))
                 if self.config.replay.synchronous:
                     self.ctx.caller("replay-0").call("cleared", version.lineage, version.step, timeout_s=CALL_S)

@@ -68,9 +68,6 @@ KEPT = 2
 EVEN = 1e-2
 """Nats by which the log-probability of a token may differ from that of all others, where rows are equal."""
 
-TRIED = WeightVersion(0, 0)
-"""What a server is tried under; nothing of it is announced."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Weights:

@@ -5,7 +5,7 @@ sampling and rewards are the lesson's; the seed is the recipe's, so the same cal
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 from penstock.curriculum import Curriculum
+from penstock.environments import Environment
 from penstock.inference import AgentEndpoint, RemoteContext, ServerPool
 from penstock.inference.external import dialect_of
 from penstock.inference.routing import Server
@@ -154,12 +155,24 @@ def _manager(source: Path | str | None, config: RunConfig, token: str | None) ->
             finally:
                 manager.shutdown()
         return
+    with manager_of(source, config) as manager:
+        yield manager
+
+
+def manager_of(
+    source: Path | str | None, config: RunConfig, environments: Mapping[str, Environment] | None = None
+) -> RolloutManager:
+    """A manager with an engine of its own, of a checkpoint, or of the policy that the recipe says.
+
+    Raises:
+        CheckpointError: the source is no checkpoint.
+    """
     policy, limits = config.model, config.overseer
     if source is not None:
         policy = policy.policy(model_directory(str(source)))
-    tokenizer = Tokenizer.load(policy.tokenizer_path, config.model.chat_template_kwargs)
-    with RolloutManager.from_configs(
-        {},
+    tokenizer = Tokenizer.load(policy.tokenizer_path, policy.chat_template_kwargs)
+    return RolloutManager.from_configs(
+        environments or {},
         config.curriculum,
         config.inference,
         tokenizer,
@@ -168,8 +181,7 @@ def _manager(source: Path | str | None, config: RunConfig, token: str | None) ->
         weight_step=version_of(source),
         start_timeout_s=limits.no_progress_s,
         stop_timeout_s=limits.stop_timeout_s,
-    ) as manager:
-        yield manager
+    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 from typing_extensions import override
@@ -46,11 +46,21 @@ MOST_UNVERIFIED = 64
 was sampled."""
 
 
-class ServingRole(ThreadedComponent):
-    """Serves the newest weights that it could fetch, by an engine that a subclass has."""
+AnyEngine = TypeVar("AnyEngine", InferenceEngine, ExternalEngine)
 
-    def __init__(self, ctx: ComponentContext, settings: Settings) -> None:
+
+class ServingRole(ThreadedComponent, Generic[AnyEngine]):
+    """Serves the newest weights that it could fetch, by an engine that a subclass makes.
+
+    Args:
+        ctx: Of the component.
+        settings: The run, with its config, directory and lineage.
+        engine: What answers, in this process or driven by it.
+    """
+
+    def __init__(self, ctx: ComponentContext, settings: Settings, engine: AnyEngine) -> None:
         super().__init__(ctx, settings)
+        self._engine = engine
         self._replay = ctx.caller("replay-0")
         self._client: WeightClient | None = None
         self._endpoint: Mapping[str, Any] = {}
@@ -81,18 +91,8 @@ class ServingRole(ThreadedComponent):
         """Returns when it serves these arrays: its version then, and the digests of what it computes with."""
         raise NotImplementedError
 
-    def _answers(
-        self, version: WeightVersion, prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
-    ) -> list[Completion]:
-        """`InferenceEngine.canary`."""
-        raise NotImplementedError
-
     def _url(self) -> str | None:
         """Where clients find it; None while they may not ask."""
-        raise NotImplementedError
-
-    def _numbers(self) -> tuple[float, dict[str, float]]:
-        """Seconds in which it was busy, and numbers for the metrics log."""
         raise NotImplementedError
 
     def _close(self, timeout_s: float) -> None:
@@ -260,7 +260,7 @@ class ServingRole(ThreadedComponent):
         limit = time.monotonic() + timeout_s
         if self._leased:
             return []
-        answers = self._answers(WeightVersion(*version), prompts, max_tokens, timeout_s)
+        answers = self._engine.canary(WeightVersion(*version), prompts, max_tokens, timeout_s)
         return answers if self._verified.wait(max(0.0, limit - time.monotonic())) else []
 
     def release(self) -> None:
@@ -268,7 +268,7 @@ class ServingRole(ThreadedComponent):
         self._leased_until = 0.0
 
     def _has_work(self) -> bool:
-        _, stats = self._numbers()
+        stats = self._engine.stats()
         return self._leased or bool(stats.get("inference/running") or stats.get("inference/waiting"))
 
     @property
@@ -284,14 +284,14 @@ class ServingRole(ThreadedComponent):
         self._close(timeout_s)
 
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
-        (engine_s, stats), address = self._numbers(), dict[str, Any]()
+        stats, address = self._engine.stats(), dict[str, Any]()
         held, url = self._held, self._url()
         if held is not None and url and self.state in ("running", "drained") and not self.stopping.is_set():
             address = {"url": url, "lineage": held.lineage, "step": held.step}
             address |= {"weights": self._held_from, "held_back": self._held_back, "draining": self.draining}
             address["digests"] = True
         client = {} if self._client is None else self._client.metrics()
-        lived_s, busy_s = busy_s + idle_s, engine_s
+        lived_s, busy_s = busy_s + idle_s, self._engine.busy_s
         progress = stats.get("inference/tokens_total") if stats.get("inference/running") else None
         return ComponentStatus(
             self.state,
@@ -307,19 +307,17 @@ class ServingRole(ThreadedComponent):
 
 
 @final
-class InferenceRole(ServingRole):
+class InferenceRole(ServingRole[InferenceEngine]):
     """An engine of Penstock's own, and its server."""
 
     def __init__(self, ctx: ComponentContext, settings: Settings) -> None:
-        super().__init__(ctx, settings)
         config = settings.config
         tokenizer = settings.tokenizer()
         decoder = load_policy(config.model, config.seed, tokenizer)
         served = engine_config(config)
-        self._engine = InferenceEngine(decoder, WeightVersion(-1, 0), tokenizer, served, str(ctx.identity))
-        app = create_app(
-            self._engine, tokenizer, MODEL_NAME, AccessRules(settings.token, max_waiting=served.max_waiting)
-        )
+        engine = InferenceEngine(decoder, WeightVersion(-1, 0), tokenizer, served, str(ctx.identity))
+        super().__init__(ctx, settings, engine)
+        app = create_app(engine, tokenizer, MODEL_NAME, AccessRules(settings.token, max_waiting=served.max_waiting))
         self._server = HttpServer(app, served.host, tls_cert=served.tls_cert, tls_key=served.tls_key)
 
     @override
@@ -344,18 +342,8 @@ class InferenceRole(ServingRole):
         return self._engine.digests(limit_s)
 
     @override
-    def _answers(
-        self, version: WeightVersion, prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
-    ) -> list[Completion]:
-        return self._engine.canary(version, prompts, max_tokens, timeout_s)
-
-    @override
     def _url(self) -> str:
         return reachable(self._server.url)
-
-    @override
-    def _numbers(self) -> tuple[float, dict[str, float]]:
-        return self._engine.busy_s, self._engine.stats()
 
     @override
     def _close(self, timeout_s: float) -> None:
@@ -364,14 +352,13 @@ class InferenceRole(ServingRole):
 
 
 @final
-class ExternalInference(ServingRole):
+class ExternalInference(ServingRole[ExternalEngine]):
     """A server of another make."""
 
     def __init__(self, ctx: ComponentContext, settings: Settings) -> None:
-        super().__init__(ctx, settings)
         tokenizer = settings.tokenizer()
         decoder = load_policy(settings.config.model, settings.config.seed, tokenizer)
-        self._engine = ExternalEngine(ctx.identity, settings, decoder, tokenizer, ctx.event)
+        super().__init__(ctx, settings, ExternalEngine(ctx.identity, settings, decoder, tokenizer, ctx.event))
 
     @override
     def _open(self) -> None:
@@ -389,19 +376,9 @@ class ExternalInference(ServingRole):
         return version, digests
 
     @override
-    def _answers(
-        self, version: WeightVersion, prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
-    ) -> list[Completion]:
-        return self._engine.canary(version, prompts, max_tokens, timeout_s)
-
-    @override
     def _url(self) -> str | None:
         server = self._engine.server
         return None if server is None else server.url
-
-    @override
-    def _numbers(self) -> tuple[float, dict[str, float]]:
-        return self._engine.busy_s, self._engine.stats()
 
     @override
     def _close(self, timeout_s: float) -> None:

@@ -175,7 +175,7 @@ class Updates:
 
     Args:
         log: The run's single writer.
-        staleness_budget: The run's.
+        synchronous: Whether generation and learner take turns.
         local: Whether all runs in one process.
         success_threshold: The reward from which a rollout counts as a success.
         offline: Whether the rollouts are stored ones, whose age nobody knows.
@@ -188,7 +188,7 @@ class Updates:
     def __init__(
         self,
         log: RunLog,
-        staleness_budget: int,
+        synchronous: bool = False,
         local: bool = False,
         success_threshold: float = 0.5,
         offline: bool = False,
@@ -197,9 +197,8 @@ class Updates:
         self._offline = offline
         self.bottleneck = ""
         self._log = log
-        self._gauges = {"staleness_budget": float(staleness_budget)}
         self._idle = IdleShares()
-        self._local, self._engine_busy_s = local, 0.0
+        self._synchronous, self._local, self._engine_busy_s = synchronous, local, 0.0
         self._pace = Pace()
         self._signal = SignalWatch(success_threshold)
 
@@ -255,9 +254,9 @@ class Updates:
         """Of this update in one process; of the last seconds where components are asked now and then."""
         if self._local:
             before, self._engine_busy_s = self._engine_busy_s, look.reports["inference-0"].condition.busy_s
-            return find_bottleneck(idle_shares(metrics, self._engine_busy_s - before), self._gauges, local=True)
+            return find_bottleneck(idle_shares(metrics, self._engine_busy_s - before), self._synchronous, local=True)
         self._idle.look(look.reports.values())
-        found, shares = find_bottleneck(self._idle.of_roles, self._gauges)
+        found, shares = find_bottleneck(self._idle.of_roles, self._synchronous)
         return found, shares | {f"time/idle/{name}": s for name, s in sorted(self._idle.of_components.items())}
 
 
@@ -542,7 +541,7 @@ class LanguageKind:
     def make_update_log(self, config: RunConfig, log: RunLog) -> Updates:
         """Names the bottleneck by idle shares."""
         threshold = min(success_thresholds(config).values())
-        return Updates(log, config.replay.staleness_budget, config.runtime == "local", threshold)
+        return Updates(log, config.replay.synchronous, config.runtime == "local", threshold)
 
     def metrics_of(self, results: Results) -> dict[str, float]:
         """As ``eval/<lesson>/…``, or ``eval_report/<lesson>/…`` of problems that are kept apart for reports."""
@@ -566,7 +565,7 @@ def make_learner(ctx: ComponentContext, settings: Mapping[str, Any]) -> LearnerC
     return LearnerComponent(ctx, Settings.of(settings, RunConfig), LanguageKind())
 
 
-def make_inference(ctx: ComponentContext, settings: Mapping[str, Any]) -> ServingRole:
+def make_inference(ctx: ComponentContext, settings: Mapping[str, Any]) -> ServingRole[Any]:
     """Factory of an inference server."""
     values = Settings.of(settings, RunConfig)
     return InferenceRole(ctx, values) if values.config.inference.external is None else ExternalInference(ctx, values)

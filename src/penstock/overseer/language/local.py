@@ -7,8 +7,7 @@ meanwhile, and a version is evaluated before anything is generated with it.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar, final
+from typing import Any, Generic, final
 
 import numpy as np
 from typing_extensions import override
@@ -28,6 +27,7 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.language.evaluator import Evaluator, kept_by
 from penstock.overseer.language.external import ExternalEngine
+from penstock.overseer.language.inference import AnyEngine
 from penstock.overseer.language.replay import ReferenceScores, arrived_examples, problem_rules
 from penstock.overseer.language.rollout import engine_config, located, make_pool
 from penstock.overseer.launch.launcher import ComponentContext
@@ -78,24 +78,24 @@ def local_components(
         ConfigError: a place for files cannot be used.
     """
     config = settings.config
-    of_engine = context("inference-0")
-    made = (_builtin if config.inference.external is None else _external)(settings, start, of_engine)
+    weights = InProcessBroadcaster()
+    make_serving = LocalInference if config.inference.external is None else LocalExternalInference
+    serving = make_serving(context("inference-0"), settings, start, weights)
 
     def tell(event: CurriculumEvent) -> None:
         log.event(event.kind, lesson=event.lesson_id, reason=event.reason)
 
     manager = RolloutManager(
         Curriculum(config.curriculum),
-        made.context,
+        serving.context,
         config.seed,
         settings.lineage,
         environments,
-        partial(_set_weights, made.set_weights, lambda *told: replay.tell_digests(ENGINE_NAME, *told)),
-        partial(made.stop, config.overseer.stop_timeout_s),
+        serving.set_weights,
+        serving.end,
         tell,
         agents=AgentEndpoint.of(config.inference, start.codec),
     )
-    weights = InProcessBroadcaster()
     of_evaluator = context("evaluator-0")
     news = BestNews(of_evaluator.caller("learner-0"), config.overseer.keep_best)
     evaluator = Evaluator(
@@ -110,90 +110,18 @@ def local_components(
     replay = LocalReplay(context("replay-0"), settings, manager, names, log, problem_rules(config, environments))
     rollout = LocalRollout(context("rollout-0"), settings, manager, replay, weights, evaluator)
     replay.on_admit = rollout.begin
+    serving.connect(manager, rollout, replay)
     shared = SharedParts(weights, LocalBatches(replay.opened, replay.states), manager)
     if start.checkpoint is not None:
         evaluator.restore(start.checkpoint.states["evaluator"])
     replay.restore(start, tell)
     return {
-        "inference-0": made.component(of_engine, settings, manager, weights, rollout),
+        "inference-0": serving,
         "rollout-0": rollout,
-        "evaluator-0": LocalEvaluator(of_evaluator, settings, evaluator, rollout),
+        "evaluator-0": LocalEvaluator(of_evaluator, settings, evaluator),
         "replay-0": replay,
         "learner-0": LearnerComponent(context("learner-0"), settings, kind, shared, start),
     }
-
-
-class _Engine(NamedTuple):
-    """What generates in a run of one process.
-
-    Attributes:
-        context: Asks it, for environments.
-        set_weights: Returns when a version is served: which one, and the digests of its arrays.
-        stop: Ends it, within so many seconds.
-        component: Makes its component, of context, settings, manager, weights and worker.
-    """
-
-    context: InferenceContext
-    set_weights: Callable[[WeightVersion, Mapping[str, Any]], tuple[WeightVersion, dict[str, str]]]
-    stop: Callable[[float], None]
-    component: Callable[
-        [ComponentContext, Settings[RunConfig], RolloutManager, InProcessBroadcaster, "LocalRollout"], LocalComponent
-    ]
-
-
-def _builtin(settings: Settings[RunConfig], start: RunStart, ctx: ComponentContext) -> _Engine:
-    """An engine in this process."""
-    config, first = settings.config, WeightVersion(settings.lineage, step_of(settings.checkpoint))
-    engine = InferenceEngine(start.policy, first, start.codec, engine_config(config), ENGINE_NAME, start.begun)
-    still = (*config.learner.optimizer.frozen, *start.policy.config.still)
-
-    def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
-        engine.set_weights(version, trained_arrays(arrays, still))
-        # between two dispatches, and before the first there may be programs to compile
-        engine.wait_until_served(version, config.overseer.no_progress_s)
-        note_served(ctx, version)
-        return engine.digests(config.overseer.no_progress_s)
-
-    return _Engine(
-        EngineContext(engine, start.codec, ordered=config.replay.synchronous),
-        set_weights,
-        engine.stop,
-        lambda ctx, settings, *others: LocalInference(ctx, settings, engine, *others),
-    )
-
-
-def _external(settings: Settings[RunConfig], start: RunStart, ctx: ComponentContext) -> _Engine:
-    """A server of another make beside this process."""
-    engine = ExternalEngine(ctx.identity, settings, start.policy, start.codec, ctx.event)
-    pool = make_pool(settings)
-    engine.on_change = lambda server: pool.set_servers([] if server is None else [server])
-
-    def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
-        digests = engine.set_weights(version, arrays)
-        note_served(ctx, version)
-        return version, digests
-
-    def stop(timeout_s: float) -> None:
-        engine.stop(timeout_s)
-        pool.close()
-
-    return _Engine(
-        RemoteContext(pool, start.codec),
-        set_weights,
-        stop,
-        lambda ctx, settings, *others: LocalExternalInference(ctx, settings, engine, *others),
-    )
-
-
-def _set_weights(
-    set_weights: Callable[[WeightVersion, Mapping[str, Any]], tuple[WeightVersion, dict[str, str]]],
-    tell_digests: Callable[[int, int, Mapping[str, str]], bool],
-    version: WeightVersion,
-    arrays: Mapping[str, Any],
-) -> None:
-    """Returns when they are served, and known to be what the learner made."""
-    served, digests = set_weights(version, arrays)
-    tell_digests(served.lineage, served.step, digests)
 
 
 @final
@@ -238,13 +166,10 @@ class LocalReplay(ThreadedComponent):
             return manager.group_size(lesson_id) if lesson_id in config.curriculum.lessons else 0
 
         self.opened = open_replay(
+            settings,
             config.replay,
-            settings.directory,
-            settings.lineage,
             LANGUAGE,
             make_batch_makers(config, environment_names),
-            steps=config.steps,
-            keep_checkpoints=config.overseer.keep_checkpoints,
             tickets=TicketRules(config.seed, curriculum, group_size_of, problems=problems),
             on_group=on_group,
             on_damage=log.damage,
@@ -412,9 +337,6 @@ class LocalRollout(ThreadedComponent):
         )
 
 
-AnyEngine = TypeVar("AnyEngine", InferenceEngine, ExternalEngine)
-
-
 class LocalServing(ThreadedComponent, Generic[AnyEngine]):
     """What answers in a run of one process. While the worker does not follow the learner's weights, it does.
 
@@ -422,9 +344,11 @@ class LocalServing(ThreadedComponent, Generic[AnyEngine]):
         ctx: Of the component.
         settings: The run, with its config, directory and lineage.
         engine: What answers, in this process or driven by it.
-        manager: Hands it new weights.
+        context: Asks it, for environments.
         weights: Come from here.
-        rollout: The worker, which follows them while it trains.
+
+    Attributes:
+        context: As given.
     """
 
     def __init__(
@@ -432,13 +356,30 @@ class LocalServing(ThreadedComponent, Generic[AnyEngine]):
         ctx: ComponentContext,
         settings: Settings,
         engine: AnyEngine,
-        manager: RolloutManager,
+        context: InferenceContext,
         weights: InProcessBroadcaster,
-        rollout: LocalRollout,
     ) -> None:
         super().__init__(ctx, settings)
-        self._engine, self._manager, self._weights, self._rollout = engine, manager, weights, rollout
+        self.context = context
+        self._engine, self._weights = engine, weights
         self._held: tuple[WeightVersion, str] | None = None
+
+    def connect(self, manager: RolloutManager, rollout: LocalRollout, replay: LocalReplay) -> None:
+        """Takes what is made with its context: who hands it new weights, who follows them, who hears of them."""
+        self._manager, self._rollout, self._replay = manager, rollout, replay
+
+    def set_weights(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+        """Returns when they are served, and known to be what the learner made."""
+        served, digests = self._serve(version, arrays)
+        self._replay.tell_digests(ENGINE_NAME, served.lineage, served.step, digests)
+
+    def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
+        """Returns when they are served: which version, and the digests of its arrays."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Ends what answers, within ``overseer.stop_timeout_s``."""
+        raise NotImplementedError
 
     def _take_offered(self, has_first: bool) -> None:
         """Takes the weights that are offered, unless the worker does, or the engine was made with them."""
@@ -489,9 +430,32 @@ class LocalServing(ThreadedComponent, Generic[AnyEngine]):
 class LocalInference(LocalServing[InferenceEngine]):
     """The engine of this process, made with the learner's first weights."""
 
+    def __init__(
+        self, ctx: ComponentContext, settings: Settings, start: RunStart, weights: InProcessBroadcaster
+    ) -> None:
+        config, self._first = settings.config, WeightVersion(settings.lineage, step_of(settings.checkpoint))
+        self._still = (*config.learner.optimizer.frozen, *start.policy.config.still)
+        engine = InferenceEngine(
+            start.policy, self._first, start.codec, engine_config(config), ENGINE_NAME, start.begun
+        )
+        context = EngineContext(engine, start.codec, ordered=config.replay.synchronous)
+        super().__init__(ctx, settings, engine, context, weights)
+
+    @override
+    def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
+        limit_s = self.config.overseer.no_progress_s
+        self._engine.set_weights(version, trained_arrays(arrays, self._still))
+        # between two dispatches, and before the first there may be programs to compile
+        self._engine.wait_until_served(version, limit_s)
+        note_served(self.ctx, version)
+        return self._engine.digests(limit_s)
+
+    @override
+    def end(self) -> None:
+        self._engine.stop(self.config.overseer.stop_timeout_s)
+
     @override
     def start(self) -> None:
-        self._first = self._engine.version
         self.crew.start("inference-0.engine", self._run)
 
     def _run(self) -> None:
@@ -516,6 +480,25 @@ class LocalInference(LocalServing[InferenceEngine]):
 @final
 class LocalExternalInference(LocalServing[ExternalEngine]):
     """A server of another make beside this process."""
+
+    def __init__(
+        self, ctx: ComponentContext, settings: Settings, start: RunStart, weights: InProcessBroadcaster
+    ) -> None:
+        engine = ExternalEngine(ctx.identity, settings, start.policy, start.codec, ctx.event)
+        self._pool = pool = make_pool(settings)
+        engine.on_change = lambda server: pool.set_servers([] if server is None else [server])
+        super().__init__(ctx, settings, engine, RemoteContext(pool, start.codec), weights)
+
+    @override
+    def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
+        digests = self._engine.set_weights(version, arrays)
+        note_served(self.ctx, version)
+        return version, digests
+
+    @override
+    def end(self) -> None:
+        self._engine.stop(self.config.overseer.stop_timeout_s)
+        self._pool.close()
 
     @override
     def start(self) -> None:
@@ -548,13 +531,11 @@ class LocalEvaluator(ThreadedComponent):
         ctx: Of the component.
         settings: The run, with its config, directory and lineage.
         evaluator: Of this process.
-        rollout: The worker, which follows them while it trains.
     """
 
-    def __init__(self, ctx: ComponentContext, settings: Settings, evaluator: Evaluator, rollout: LocalRollout) -> None:
+    def __init__(self, ctx: ComponentContext, settings: Settings, evaluator: Evaluator) -> None:
         super().__init__(ctx, settings)
         self._evaluator = evaluator
-        self._rollout = rollout
 
     @override
     def start(self) -> None:

@@ -169,7 +169,7 @@ class OfflineKind:
 
     def make_update_log(self, config: RunConfig, log: RunLog) -> Updates:
         """Without an engine."""
-        return Updates(log, 0, success_threshold=min(success_thresholds(config).values()), offline=True)
+        return Updates(log, True, success_threshold=min(success_thresholds(config).values()), offline=True)
 
     def failures(self, run: Run) -> tuple[int, str]:
         """None: nothing is generated."""
@@ -200,12 +200,8 @@ class OfflineReplay(ThreadedComponent):
         self._store = RolloutStore(directory, config.replay.store, on_damage=log.damage)
         with config_error_for("replay.store.url", config.replay.store.url or directory.path):
             self._store.open_ledger(settings.lineage)
-        loss = config.learner.loss
-        own = loss.load_module()
-        advantage = loss.advantage if own is None else own.compute_advantages
-        self.batches = StoredBatches(
-            stored, config.replay.groups_per_batch, advantage, self._store, config.seed, settings.lineage
-        )
+        groups, estimator = config.replay.groups_per_batch, config.learner.loss.estimator()
+        self.batches = StoredBatches(stored, groups, estimator, self._store, config.seed, settings.lineage)
         self.batches.when_there_is_room = partial(
             when_there_is_room, limit_s=config.replay.store.full_disk_s, wait=self._wait_for_room
         )

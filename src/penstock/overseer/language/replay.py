@@ -47,7 +47,6 @@ from penstock.types import (
     Caller,
     ConfigError,
     NoProgressError,
-    PenstockError,
     ProblemSet,
     RetryingCaller,
     RLExample,
@@ -55,6 +54,7 @@ from penstock.types import (
     RolloutSink,
     RunFailed,
 )
+from penstock.types.errors import errors_of_user_code
 
 
 class CurriculumRole(ThreadedComponent):
@@ -121,10 +121,7 @@ class ReferenceScores:
     def __init__(self, config: RunConfig, learner: Caller) -> None:
         self._kl = config.learner.kl
         loss = config.learner.loss
-        own_loss = loss.load_module() if self._kl.in_reward else None
-        self._advantage: AdvantageName | GroupAdvantage = (
-            loss.advantage if own_loss is None else own_loss.compute_advantages
-        )
+        self._advantage: AdvantageName | GroupAdvantage = loss.estimator() if self._kl.in_reward else loss.advantage
         self._keeps = config.replay.max_samples != 1
         self._calls = RetryingCaller(learner, "learner-0")
         self.stop = self._calls.stop
@@ -219,15 +216,9 @@ def arrived_examples(
 
 def _training_set(environment: Environment, env_class: str) -> ProblemSet | None:
     """`Environment.training_set`, which may be a user's, or read files that are."""
-    try:
+    told = f"env_class {env_class!r}: making its problems raised"
+    with errors_of_user_code(ConfigError, told, " (PENSTOCK_TRACEBACK=1 shows where)"):
         problems: Any = environment.training_set()
-    except PenstockError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        raise ConfigError(
-            f"env_class {env_class!r}: making its problems raised {type(error).__name__}: {error} "
-            "(PENSTOCK_TRACEBACK=1 shows where)"
-        ) from error
     if not isinstance(problems, ProblemSet | None):
         raise ConfigError(
             f"env_class {env_class!r}: training_set returned {problems!r:.60}: it must be a penstock.types.ProblemSet, "
@@ -292,13 +283,10 @@ class ReplayRole(ThreadedComponent):
         self._handling, self._receiving = CallCounter(self.activity), CallCounter(self.activity)
         rules = TicketRules(config.seed, self._curriculum, self._group_size, self._curriculum.may_draw, problems or {})
         opened = self._replay = open_replay(
+            settings,
             replay,
-            settings.directory,
-            lineage,
             LANGUAGE,
             make_batch_makers(config, self._environment_names()),
-            steps=config.steps,
-            keep_checkpoints=config.overseer.keep_checkpoints,
             tickets=rules,
             clock=clock.now,
             on_group=self._on_group,

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,7 +24,7 @@ from penstock.inference.external import dialect_of, key_of
 from penstock.overseer.component import POLL_S, BusyTime, RunClock, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig, rollout_workers
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership, Peer
+from penstock.overseer.supervisor.messages import ComponentStatus, Membership, Peer
 from penstock.replay import RemoteSink, RemoteTickets
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.tracking import conversation_of
@@ -191,7 +192,7 @@ class RolloutRole(ThreadedComponent):
         self._pool = make_pool(settings)
         self._contexts = RemoteContext(self._pool, tokenizer, ordered=reproducible(config))
         replay = ctx.caller("replay-0")
-        self._clock = RunClock(replay)
+        self._clock = RunClock(ctx)
         curriculum = Curriculum(config.curriculum)
         agents = AgentEndpoint.of(config.inference, tokenizer)
         self._manager = RolloutManager(curriculum, self._contexts, config.seed, clock=self._clock.now, agents=agents)
@@ -215,11 +216,8 @@ class RolloutRole(ThreadedComponent):
     @override
     def start(self) -> None:
         self.look(self.ctx.view)
-        self.crew.start(f"{self.name}.clock", self._follow_clock)
+        self.crew.start(f"{self.name}.clock", partial(self._clock.follow, self.stopping))
         self.crew.start(f"{self.name}.tickets", self._run)
-
-    def _follow_clock(self) -> None:
-        self._clock.follow(lambda: _replay_in(self.ctx.view), self.stopping)
 
     def _run(self) -> None:
         self.doing, self.state = "waiting for inference servers", "running"
@@ -289,11 +287,6 @@ class RolloutRole(ThreadedComponent):
             },
             facts=self._facts(groups=counts, last_failure=worker.last_failure),
         )
-
-
-def _replay_in(view: Membership) -> Identity | None:
-    peer = view.peer("replay-0")
-    return None if peer is None else peer.identity
 
 
 def make_rollout(ctx: ComponentContext, settings: Mapping[str, Any]) -> RolloutRole:

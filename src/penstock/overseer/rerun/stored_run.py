@@ -307,8 +307,7 @@ class StoredRun:
         groups = [
             RolloutGroup(records[m[0].rollout_id].group_key, trained_with(m), name) for name, m in members.items()
         ]
-        own = config.learner.loss.load_module()
-        estimator = config.learner.loss.advantage if own is None else own.compute_advantages
+        estimator = config.learner.loss.estimator()
         if config.learner.kl.in_reward:
             if any(example.reference_log_probs is None for example in examples):
                 raise ConfigError(

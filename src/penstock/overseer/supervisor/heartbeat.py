@@ -83,11 +83,10 @@ MOST_AWAITED = 256
 
 
 class StaleMessages:
-    """Counts the messages of incarnations that were given up. `count` and `reports` only grow."""
+    """Counts the messages of incarnations that were given up. `count` only grows."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.reports = 0
         self._awaited: list[Future[Report]] = []
 
     def expect(self, answer: "Future[Report] | None") -> None:
@@ -97,7 +96,6 @@ class StaleMessages:
 
     def drop(self, report: Report) -> None:
         """Counts one that came."""
-        self.reports += 1
         self.count += len(report.messages)
 
     def poll(self) -> None:

@@ -5,78 +5,27 @@ starts what is due, and asks on. It is the only restarter of a run. A component 
 process is gone for certain, and under an incarnation that nobody had before, so that a late message can be told from a
 living one's. Time in which the overseer itself was suspended is held against nobody.
 
-One thread calls everything but `view`, `reports`, `report`, `call` and `caller`, which any thread may use.
+One thread calls everything but `view`, `reports` and `call`, which any thread may use.
 Not covered: what a loss of the learner or the replay buffer means for the run; that is `penstock.overseer.run`'s.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.overseer.config import OverseerConfig
 from penstock.overseer.launch.launcher import Handle, Launcher
 from penstock.overseer.supervisor.heartbeat import Heartbeat
 from penstock.overseer.supervisor.member import ComponentSpec, Lifecycle, Member, RestartBudget, SupervisorOwner
 from penstock.overseer.supervisor.messages import Identity, Membership, Report
-from penstock.overseer.supervisor.scaling import RoleSizes, SpecMaker
+from penstock.overseer.supervisor.scaling import SpecMaker, size_changes
 from penstock.overseer.supervisor.stopping import Background, in_background, stop_all
 from penstock.overseer.supervisor.stragglers import Stragglers
-from penstock.types import Caller, ConfigError, RunFailed, UnreachableError
-
-
-class Calls(Protocol):
-    """Has living components by name."""
-
-    def call(self, name: str, method: str, *args: Any, timeout_s: float) -> Any:
-        """Calls a method of one."""
-        ...
-
-
-class NamedCaller:
-    """A `Caller` bound to a name, resolved at each call.
-
-    Args:
-        calls: Knows who lives.
-        name: Such as ``replay-0``.
-    """
-
-    def __init__(self, calls: Calls, name: str) -> None:
-        self._calls = calls
-        self._name = name
-
-    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Calls whichever incarnation lives; errors as of `Caller.call`."""
-        return self._calls.call(self._name, method, *args, timeout_s=timeout_s)
-
+from penstock.types import ConfigError, RunFailed, UnreachableError
 
 MOST_NAMED = 6
 """Of those who owe progress, so many are named."""
-
-
-def stalled_components(members: Collection[Member], now_s: float) -> str:
-    """In words: those who work and get nowhere, the longest silent first, then those who do not live."""
-    owing = sorted((m for m in members if m.stuck_s(now_s) > 0), key=lambda m: -m.stuck_s(now_s))
-    said = [f"{m.in_words(now_s)} without progress for {m.stuck_s(now_s):.0f} s" for m in owing]
-    said += [m.in_words(now_s) for m in members if m.phase != "living"]
-    if said:
-        return _some(said)
-    return "nobody owes progress, all wait for one another: " + _some([m.in_words(now_s) for m in members])
-
-
-def counters(members: Collection[Member], now_s: float) -> dict[str, float]:
-    """Incarnation → its progress, of all that ever owed some, or the seconds that it has been starting for.
-
-    A start is movement, since it has a limit of its own.
-    """
-    starting = {str(m.identity): now_s - m.started_at for m in members if m.is_starting}
-    return {str(m.identity): m.progress for m in members if m.progress is not None} | starting
-
-
-def describe(members: Collection[Member], now_s: float) -> dict[str, dict[str, Any]]:
-    """Name → how it is, as JSON values, in the order of roles and indexes."""
-    ordered = sorted(members, key=lambda member: (member.spec.role, member.spec.index))
-    return {member.name: member.describe(now_s) for member in ordered}
 
 
 def _some(sentences: list[str]) -> str:
@@ -139,7 +88,7 @@ class Supervisor:
         self._patience = SuspendAwareClock(clock, config.heartbeat_timeout_s / 4)
         self._members: dict[str, Member] = {}
         self._incarnations: dict[str, int] = {}
-        self._sizes = RoleSizes()
+        self._scalable: dict[str, tuple[SpecMaker, int]] = {}
         self._stragglers = Stragglers(config.straggler_factor)
         self._stragglers_due = 0.0
         self._lives = Lifecycle(config, owner, self._stragglers, background)
@@ -170,7 +119,7 @@ class Supervisor:
             make: Index → component.
             least: So many there must be.
         """
-        self._sizes.allow(role, make, least)
+        self._scalable[role] = make, least
 
     def scale(self, role: str, count: int, *, where_there_is_room: bool = False) -> None:
         """Adds components of a role, or drains and removes those of the highest indexes; returns at once.
@@ -185,7 +134,7 @@ class Supervisor:
         """
         staying = {m.spec.index for m in self._members.values() if m.spec.role == role and not m.leaving}
         taken = {m.spec.index for m in self._members.values() if m.spec.role == role}
-        more, fewer = self._sizes.changes(role, count, staying, taken)
+        more, fewer = size_changes(self._scalable, role, count, staying, taken)
         if where_there_is_room and more:
             waiting = [m.spec.resources for m in self._members.values() if m.phase == "waiting"]
             self._launcher.check_room([(Identity(role, spec.index, 0), spec.resources) for spec in more], waiting)
@@ -312,10 +261,6 @@ class Supervisor:
         """Name → the newest report of its living incarnation, where that has answered."""
         return self._reports
 
-    def report(self, name: str) -> Report | None:
-        """The newest report of the living incarnation of a component."""
-        return self._reports.get(name)
-
     def call(self, name: str, method: str, *args: Any, timeout_s: float) -> Any:
         """Calls a method of the living incarnation of a component.
 
@@ -328,36 +273,41 @@ class Supervisor:
             raise UnreachableError(f"{name} is not running at present: {method} was not called")
         return handle.call(method, *args, timeout_s=timeout_s)
 
-    def caller(self, name: str) -> Caller:
-        """Calls whichever incarnation lives at the time of each call."""
-        return NamedCaller(self, name)
-
     # --- what the supervising thread may ask ---------------------------------------------------------------------
 
     def names(self, role: str) -> list[str]:
         """The components of a role that are there and not leaving, whether they live at present or not."""
         return [m.name for m in self._members.values() if m.spec.role == role and not m.leaving]
 
-    def is_lost(self, name: str) -> bool:
-        """Whether its process is gone for certain and only `respawn` would start another."""
-        return self._member(name).phase == "lost"
-
     def is_gone(self, name: str) -> bool:
         """Whether it has no process at present, for certain: nobody writes its files."""
         return self._member(name).phase in ("lost", "waiting")
 
     def stalled_components(self) -> str:
-        """In words, for the error that ends a silent run."""
-        return stalled_components(self._members.values(), self._now)
+        """In words: those who work and get nowhere, the longest silent first, then those who do not live."""
+        members, now_s = self._members.values(), self._now
+        owing = sorted((m for m in members if m.stuck_s(now_s) > 0), key=lambda m: -m.stuck_s(now_s))
+        said = [f"{m.in_words(now_s)} without progress for {m.stuck_s(now_s):.0f} s" for m in owing]
+        said += [m.in_words(now_s) for m in members if m.phase != "living"]
+        if said:
+            return _some(said)
+        return "nobody owes progress, all wait for one another: " + _some([m.in_words(now_s) for m in members])
 
     def counters(self) -> dict[str, float]:
-        """For the watchdog: changes while any component moves, starts or dies."""
-        counted = {"starts": float(self._started), "deaths": float(self._lives.deaths)}
-        return {**counters(self._members.values(), self._now), **counted}
+        """For the watchdog: changes while any component moves, starts or dies.
+
+        Incarnation → its progress, of all that ever owed some, or the seconds that it has been starting for: a start is
+        movement, since it has a limit of its own.
+        """
+        members = self._members.values()
+        starting = {str(m.identity): self._now - m.started_at for m in members if m.is_starting}
+        moving = {str(m.identity): m.progress for m in members if m.progress is not None}
+        return moving | starting | {"starts": float(self._started), "deaths": float(self._lives.deaths)}
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        """Name → how it is, as JSON values."""
-        return describe(self._members.values(), self._now)
+        """Name → how it is, as JSON values, in the order of roles and indexes."""
+        ordered = sorted(self._members.values(), key=lambda member: (member.spec.role, member.spec.index))
+        return {member.name: member.describe(self._now) for member in ordered}
 
     def metrics(self) -> dict[str, float]:
         """For metrics.jsonl; all but the first only grow."""
