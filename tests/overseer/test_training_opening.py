@@ -10,7 +10,15 @@ import pytest
 from penstock.overseer import evaluate, train
 from penstock.overseer.training import DamageList, create_run, resume_point
 from penstock.replay import RolloutStore
-from penstock.rundir import JsonLinesLog, MetricsLog, RunDirectory, read_events, read_json_lines, read_metrics, read_status
+from penstock.rundir import (
+    JsonLinesLog,
+    MetricsLog,
+    RunDirectory,
+    read_events,
+    read_json_lines,
+    read_metrics,
+    read_status,
+)
 from penstock.types import ConfigError, EnvironmentFailure, RunDirectoryError, RunFailed
 from penstock.weights import shared_memory
 from tests.overseer.conftest import tiny

@@ -25,15 +25,27 @@ SAMPLE = {
 def tensorboard(monkeypatch):
     calls = []
 
-    class SummaryWriter:
-        def __init__(self, logdir):
-            calls.append(("open", logdir))
+    class EventsWriter:
+        def __init__(self, prefix, suffix):
+            assert suffix, "two lives in one second would be one file"
+            calls.append(("open", prefix))
 
-        def __getattr__(self, name):
-            return lambda *arguments: calls.append((name, *arguments))
+        def write_event(self, event):
+            calls.append((*event["summary"], event["step"]))
+
+        def flush(self):
+            calls.append(("flush",))
+
+        def close(self):
+            calls.append(("close",))
 
     module = types.ModuleType("tensorboardX")
-    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    module.event_file_writer = types.SimpleNamespace(  # type: ignore[attr-defined]
+        EventsWriter=EventsWriter, event_pb2=types.SimpleNamespace(Event=dict)
+    )
+    module.summary = types.SimpleNamespace(  # type: ignore[attr-defined]
+        scalar=lambda name, value: ("scalar", name, value), text=lambda name, text: ("text", name, text)
+    )
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
     return calls
 
@@ -64,11 +76,34 @@ def test_tensorboard_gets_scalars_and_text(tensorboard, tmp_path):
     tracker.log_samples(7, [SAMPLE])
     tracker.close()
     assert tensorboard == [
-        ("open", str(tmp_path / "tb")),
-        ("add_scalar", "train/loss", 1.5, 7),
-        ("add_scalar", "train/kl", 0.0, 7),
-        ("add_text", "samples/easy/0", "    reward 0.5\n    user: say cat\n    assistant: a\n    cat", 7),
+        ("open", str(tmp_path / "tb" / "events")),
+        ("scalar", "train/loss", 1.5, 7),
+        ("scalar", "train/kl", 0.0, 7),
+        ("flush",),
+        ("text", "samples/easy/0", "    reward 0.5\n    user: say cat\n    assistant: a\n    cat", 7),
+        ("flush",),
         ("close",),
+    ]
+
+
+@pytest.mark.attack
+def test_after_a_full_disk_tensorboard_gets_another_file(tensorboard, tmp_path, monkeypatch):
+    tracker = TensorBoardTracker(tmp_path / "tb")
+
+    def full(self):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(sys.modules["tensorboardX"].event_file_writer.EventsWriter, "flush", full)
+        with pytest.raises(OSError, match="No space left"):
+            tracker.log({"train/loss": 1.5}, 7)
+    tracker.log({"train/loss": 1.0}, 8)
+    tracker.close()
+    assert [call for call in tensorboard if call[0] in ("open", "scalar")] == [
+        ("open", str(tmp_path / "tb" / "events")),
+        ("scalar", "train/loss", 1.5, 7),
+        ("open", str(tmp_path / "tb" / "events")),
+        ("scalar", "train/loss", 1.0, 8),
     ]
 
 
@@ -98,6 +133,13 @@ def test_wandb_continues_the_same_run_after_a_resume(wandb, tmp_path):
     assert len(ids) == 2 and ids[0] == ids[1] and len(ids[0]) == 12
 
 
+@pytest.mark.attack
+def test_an_id_that_a_killed_life_left_empty_is_made_anew(wandb, tmp_path):
+    (tmp_path / "wandb_id").write_text("")
+    WandbTracker(WandbConfig(), tmp_path, {})
+    assert wandb[0][2]["id"] == (tmp_path / "wandb_id").read_text().strip() != ""
+
+
 def test_a_wandb_that_refuses_to_start_is_bad_input(wandb, tmp_path, monkeypatch):
     def refuse(**named):
         raise RuntimeError("api_key not\nconfigured")
@@ -107,13 +149,10 @@ def test_a_wandb_that_refuses_to_start_is_bad_input(wandb, tmp_path, monkeypatch
         WandbTracker(WandbConfig(), tmp_path, {})
 
 
-def test_a_place_where_tensorboard_cannot_write_is_bad_input(tensorboard, tmp_path, monkeypatch):
-    def refuse(logdir):
-        raise NotADirectoryError(20, "Not a directory", logdir)
-
-    monkeypatch.setattr(sys.modules["tensorboardX"], "SummaryWriter", refuse)
-    with pytest.raises(ConfigError, match=r"tensorboard could not start: .*Not a directory: '/x'; choose another"):
-        TensorBoardConfig(directory="/x").open(tmp_path, {})
+def test_a_place_where_tensorboard_cannot_write_is_bad_input(tensorboard, tmp_path):
+    (tmp_path / "x").write_text("")
+    with pytest.raises(ConfigError, match=r"tensorboard could not start: .*Not a directory: '.*/x/y'; choose another"):
+        TensorBoardConfig(directory=str(tmp_path / "x" / "y")).open(tmp_path, {})
 
 
 @pytest.mark.parametrize(
@@ -148,7 +187,7 @@ def test_the_configuration_says_which_trackers_are_made(tensorboard, wandb, tmp_
     made = make_tracker(config, tmp_path, {}, lambda name, error: None)
     made.log_samples(3, [SAMPLE])
     made.close()
-    assert ("open", str(tmp_path / "tensorboard")) in tensorboard
+    assert ("open", str(tmp_path / "tensorboard" / "events")) in tensorboard
     assert any(name == "init" and named["mode"] == "offline" for name, _, named in wandb)
     assert made.failures == {} and (tmp_path / "samples.jsonl").read_text().count("\n") == 1
 
@@ -157,7 +196,7 @@ def test_conversations_of_evaluations_stand_apart(tensorboard, wandb, tmp_path):
     trackers = [TensorBoardTracker(tmp_path / "tb"), WandbTracker(WandbConfig(), tmp_path, {})]
     for tracker in trackers:
         tracker.log_samples(7, [{**SAMPLE, "mode": "eval"}, {**SAMPLE, "mode": "train"}])
-    assert [place for kind, place, *_ in tensorboard if kind == "add_text"] == [
+    assert [call[1] for call in tensorboard if call[0] == "text"] == [
         "eval_samples/easy/0",
         "samples/easy/1",
     ]

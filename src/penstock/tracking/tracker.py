@@ -57,15 +57,12 @@ class Tracker(Protocol):
 
 
 class ServiceConfig(BaseModel):
-    """Settings of one service, which make its tracker. A key of `TrackingConfig` is all that a new one needs besides.
-
-    Attributes:
-        label: The service's name for people.
-    """
+    """Settings of one service, which make its tracker. A key of `TrackingConfig` is all that a new one needs besides."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     label: ClassVar[str]
+    """The service's name for people."""
 
     @abstractmethod
     def open(self, run_dir: Path, run_config: Mapping[str, Any]) -> Tracker:
@@ -254,6 +251,8 @@ class TensorBoardConfig(ServiceConfig):
 class TensorBoardTracker:
     """Writes scalars and the text of sample conversations as TensorBoard event files.
 
+    In the caller's thread: that of tensorboardX's own writer ends at a full disk, and whoever logs then waits for ever.
+
     Args:
         directory: Where the event files go; made if missing.
 
@@ -263,14 +262,17 @@ class TensorBoardTracker:
 
     def __init__(self, directory: Path) -> None:
         with _extra("tensorboard", "tensorboardX"):
-            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+            from tensorboardX import event_file_writer, summary  # pyright: ignore[reportMissingImports]
+        self._summary, self._event = summary, event_file_writer.event_pb2.Event
+        name = str(directory / "events")
+        self._begin = lambda: event_file_writer.EventsWriter(name, f".{uuid.uuid4().hex[:8]}")
         with _starting("tensorboard", "choose another tracking.tensorboard.directory"):
-            self._writer = SummaryWriter(logdir=str(directory))
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file: Any = self._begin()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Writes one scalar per metric."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        self._add(step, *(self._summary.scalar(name, value) for name, value in metrics.items()))
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes conversations as preformatted text under ``samples/<lesson>/<position>``, or ``eval_samples/…``."""
@@ -278,11 +280,19 @@ class TensorBoardTracker:
             lines = [f"reward {sample['reward']:g}"]
             lines += [f"{turn['role']}: {turn['content']}" for turn in sample["turns"]]
             indented = "\n".join("    " + line for line in "\n".join(lines).splitlines())
-            self._writer.add_text(f"{_place_of(sample)}/{sample['lesson_id']}/{position}", indented, step)
+            self._add(step, self._summary.text(f"{_place_of(sample)}/{sample['lesson_id']}/{position}", indented))
+
+    def _add(self, step: int, *summaries: Any) -> None:
+        file, self._file = self._file or self._begin(), None  # one that fails is left: half a record may be in it
+        for summary in summaries:
+            file.write_event(self._event(summary=summary, step=step, wall_time=time.time()))
+        file.flush()
+        self._file = file
 
     def close(self) -> None:
-        """Writes out what is pending."""
-        self._writer.close()
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
 
 
 def _place_of(sample: Mapping[str, Any]) -> str:
@@ -353,14 +363,8 @@ class WandbTracker:
         """Logs conversations as a table, those of evaluations as another."""
         tables: dict[str, list[list[Any]]] = {}
         for sample in samples:
-            row = [
-                sample["weight_step"],
-                sample["rollout_id"],
-                sample["lesson_id"],
-                sample["reward"],
-                sample["finish_reason"],
-                "\n".join(f"{turn['role']}: {turn['content']}" for turn in sample["turns"]),
-            ]
+            conversation = "\n".join(f"{turn['role']}: {turn['content']}" for turn in sample["turns"])
+            row = [*(sample[name] for name in _COLUMNS[:-1]), conversation]
             tables.setdefault(_place_of(sample), []).append(row)
         made = {place: self._wandb.Table(columns=_COLUMNS, data=rows) for place, rows in tables.items()}
         self._run.log({**made, "weight_step": step})
@@ -505,8 +509,8 @@ class MlflowTracker:
         with _starting("mlflow", "correct tracking.mlflow.uri, or set tracking.mlflow to null"):
             self._client = MlflowClient(tracking_uri=uri)
             kept, name = run_dir / "mlflow_run_id", config.name or run_dir.name
-            begun = kept.exists()
-            self._run_id = _kept(kept, lambda: self._begin(_mlflow_experiment(self._client, config, uri), name))
+            begun = _read(kept) is not None
+            self._run_id = _kept(kept, lambda: _mlflow_run(self._client, config, uri, name))
             if begun:
                 self._client.update_run(self._run_id, status="RUNNING")
             else:
@@ -514,9 +518,6 @@ class MlflowTracker:
                 for start in range(0, len(settings), _MLFLOW_BATCH):
                     self._client.log_batch(self._run_id, params=settings[start : start + _MLFLOW_BATCH])
             self._client.log_text(self._run_id, json.dumps(run_config, indent=2), "config.json")
-
-    def _begin(self, experiment_id: str, name: str) -> str:
-        return self._client.create_run(experiment_id, run_name=name).info.run_id
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Logs metrics of the step; in their names, characters that MLflow refuses become underscores."""
@@ -536,14 +537,13 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id)
 
 
-def _mlflow_experiment(client: Any, config: MlflowConfig, uri: str) -> str:
-    """The experiment's id, which is made where it is missing; beside a file of SQLite, its artifacts lie there."""
+def _mlflow_run(client: Any, config: MlflowConfig, uri: str, name: str) -> str:
+    """A new run's id. Its experiment is made where it is missing; beside a file of SQLite, its artifacts lie there."""
     found = client.get_experiment_by_name(config.experiment)
-    if found is not None:
-        return found.experiment_id
     file = re.fullmatch(r"sqlite:///(.+)", uri)
     artifacts = (Path(file[1]).resolve().parent / "mlflow_artifacts").as_uri() if file else None
-    return client.create_experiment(config.experiment, artifact_location=artifacts)
+    place = found.experiment_id if found else client.create_experiment(config.experiment, artifact_location=artifacts)
+    return client.create_run(place, run_name=name).info.run_id
 
 
 def _mlflow_name(name: str) -> str:
@@ -560,7 +560,7 @@ def _settings_of(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[
 
 
 def _read(path: Path) -> str | None:
-    return path.read_text().strip() if path.exists() else None
+    return (path.read_text().strip() or None) if path.exists() else None  # empty: a killed life's, or of a full disk
 
 
 def _kept(path: Path, make: Callable[[], str]) -> str:
