@@ -7,9 +7,9 @@ import time
 from contextlib import suppress
 
 import pytest
+from tests.small_disk import fill, small_disk
 
 from penstock.tracking import TensorBoardTracker, TrackingConfig, make_tracker
-from tests.small_disk import fill, small_disk
 
 SAMPLE = {
     "mode": "train", "rollout_id": "easy-0-3/1", "lesson_id": "easy", "env_name": "cats", "env_example_id": "4",

@@ -57,7 +57,7 @@ class Tracker(Protocol):
 
 
 class ServiceConfig(BaseModel):
-    """Settings of one service, which make its tracker. A key of `TrackingConfig` is all that a new one needs besides."""
+    """Settings of one service, which make its tracker. Besides, a new one needs a key of `TrackingConfig`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
