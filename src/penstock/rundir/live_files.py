@@ -219,7 +219,20 @@ class RunFiles:
         except (OSError, pa.ArrowException, StoreError) as error:
             if self.vanished:
                 raise FilesVanished(f"files of the run changed while they were read: {error}") from error
-            raise RunDirectoryError(f"files of the run cannot be read: {error}") from error
+            reason = " ".join(str(error).split())
+            raise RunDirectoryError(self._first_damaged() or f"files of the run cannot be read: {reason}") from error
+
+    def _first_damaged(self) -> str:
+        """Which file a failed scan, which does not say, was about; empty where all can be read, or none is here."""
+        for path in self.paths if not is_remote(self.url) else ():
+            place = Path(path)
+            try:
+                with opened_part(LocalStorage(place.parent.parent), f"{place.parent.name}/{place.name}") as file:
+                    for _ in file.iter_batches():
+                        pass
+            except RunDirectoryError as error:
+                return str(error)
+        return ""
 
     def scan_rollouts(self, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
         """Some columns of all rollouts, at most so many rows at a time, file by file."""
@@ -361,7 +374,9 @@ def _dataset(filesystem: pafs.FileSystem, paths: list[str], schema: pa.Schema) -
 
     if not paths:
         return ds.dataset(schema.empty_table())
-    return ds.dataset(paths, schema=schema, format="parquet", filesystem=filesystem)
+    checked = ds.ParquetFragmentScanOptions(page_checksum_verification=True)  # or changed tokens are no error
+    parquet = ds.ParquetFileFormat(default_fragment_scan_options=checked)
+    return ds.dataset(paths, schema=schema, format=parquet, filesystem=filesystem)
 
 
 def _together(files: "ds.Dataset", tables: list[pa.Table]) -> "ds.Dataset":
