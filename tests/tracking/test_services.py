@@ -1,9 +1,13 @@
 """The services' trackers against stand-ins for their packages, which are not installed for the tests."""
 
+import json
+import struct
 import sys
 import types
+import zlib
 
 import pytest
+from tests.small_disk import fill, small_disk
 
 from penstock.tracking import (
     TensorBoardConfig,
@@ -23,31 +27,35 @@ SAMPLE = {
 
 @pytest.fixture
 def tensorboard(monkeypatch):
-    calls = []
-
-    class EventsWriter:
-        def __init__(self, prefix, suffix):
-            assert suffix, "two lives in one second would be one file"
-            calls.append(("open", prefix))
-
-        def write_event(self, event):
-            calls.append((*event["summary"], event["step"]))
-
-        def flush(self):
-            calls.append(("flush",))
-
-        def close(self):
-            calls.append(("close",))
+    class Event(dict):
+        def SerializeToString(self):
+            return json.dumps({key: value for key, value in self.items() if key != "wall_time"}).encode()
 
     module = types.ModuleType("tensorboardX")
     module.event_file_writer = types.SimpleNamespace(  # type: ignore[attr-defined]
-        EventsWriter=EventsWriter, event_pb2=types.SimpleNamespace(Event=dict)
+        event_pb2=types.SimpleNamespace(Event=Event)
     )
+    module.record_writer = types.SimpleNamespace(masked_crc32c=zlib.crc32)  # type: ignore[attr-defined]
     module.summary = types.SimpleNamespace(  # type: ignore[attr-defined]
-        scalar=lambda name, value: ("scalar", name, value), text=lambda name, text: ("text", name, text)
+        scalar=lambda name, value: (name, value), text=lambda name, text: (name, text)
     )
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    return calls
+
+
+def events_in(directory):
+    """Of the one file there: what each record says, by the format of TensorFlow's records."""
+    (file,) = directory.iterdir()
+    assert "tfevents" in file.name
+    content, found = file.read_bytes(), []
+    while content:
+        size, checksum = struct.unpack("<QI", content[:12])
+        assert checksum == zlib.crc32(content[:8])
+        record, content = content[12 : 12 + size], content[12 + size :]
+        assert struct.unpack("<I", content[:4]) == (zlib.crc32(record),)
+        found.append(json.loads(record))
+        content = content[4:]
+    assert found.pop(0) == {"summary": None, "file_version": "brain.Event:2"}
+    return [(*event["summary"], event["step"]) for event in found]
 
 
 @pytest.fixture
@@ -75,36 +83,28 @@ def test_tensorboard_gets_scalars_and_text(tensorboard, tmp_path):
     tracker.log({"train/loss": 1.5, "train/kl": 0.0}, 7)
     tracker.log_samples(7, [SAMPLE])
     tracker.close()
-    assert tensorboard == [
-        ("open", str(tmp_path / "tb" / "events")),
-        ("scalar", "train/loss", 1.5, 7),
-        ("scalar", "train/kl", 0.0, 7),
-        ("flush",),
-        ("text", "samples/easy/0", "    reward 0.5\n    user: say cat\n    assistant: a\n    cat", 7),
-        ("flush",),
-        ("close",),
+    assert events_in(tmp_path / "tb") == [
+        ("train/loss", 1.5, 7),
+        ("train/kl", 0.0, 7),
+        ("samples/easy/0", "    reward 0.5\n    user: say cat\n    assistant: a\n    cat", 7),
     ]
 
 
 @pytest.mark.attack
-def test_after_a_full_disk_tensorboard_gets_another_file(tensorboard, tmp_path, monkeypatch):
-    tracker = TensorBoardTracker(tmp_path / "tb")
-
-    def full(self):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as disk:
-        disk.setattr(sys.modules["tensorboardX"].event_file_writer.EventsWriter, "flush", full)
+def test_a_full_disk_leaves_no_half_record_of_tensorboard(tensorboard, tmp_path):
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        tracker = TensorBoardTracker(disk / "tb")
+        tracker.log({"train/loss": 1.5}, 7)
+        ballast = fill(disk)
         with pytest.raises(OSError, match="No space left"):
-            tracker.log({"train/loss": 1.5}, 7)
-    tracker.log({"train/loss": 1.0}, 8)
-    tracker.close()
-    assert [call for call in tensorboard if call[0] in ("open", "scalar")] == [
-        ("open", str(tmp_path / "tb" / "events")),
-        ("scalar", "train/loss", 1.5, 7),
-        ("open", str(tmp_path / "tb" / "events")),
-        ("scalar", "train/loss", 1.0, 8),
-    ]
+            for _ in range(100):  # what is left of its last page
+                tracker.log({f"train/{number}": 0.5 for number in range(100)}, 8)
+        ballast.unlink()
+        tracker.log({"train/loss": 1.0}, 9)
+        tracker.close()
+        events = events_in(disk / "tb")
+    assert events[0] == ("train/loss", 1.5, 7) and events[-1] == ("train/loss", 1.0, 9)
+    assert len(events) % 100 == 2
 
 
 def test_wandb_never_passes_a_step_that_may_run_backwards(wandb, tmp_path):
@@ -187,7 +187,7 @@ def test_the_configuration_says_which_trackers_are_made(tensorboard, wandb, tmp_
     made = make_tracker(config, tmp_path, {}, lambda name, error: None)
     made.log_samples(3, [SAMPLE])
     made.close()
-    assert ("open", str(tmp_path / "tensorboard" / "events")) in tensorboard
+    assert [step for _, _, step in events_in(tmp_path / "tensorboard")] == [3]
     assert any(name == "init" and named["mode"] == "offline" for name, _, named in wandb)
     assert made.failures == {} and (tmp_path / "samples.jsonl").read_text().count("\n") == 1
 
@@ -196,7 +196,8 @@ def test_conversations_of_evaluations_stand_apart(tensorboard, wandb, tmp_path):
     trackers = [TensorBoardTracker(tmp_path / "tb"), WandbTracker(WandbConfig(), tmp_path, {})]
     for tracker in trackers:
         tracker.log_samples(7, [{**SAMPLE, "mode": "eval"}, {**SAMPLE, "mode": "train"}])
-    assert [call[1] for call in tensorboard if call[0] == "text"] == [
+    trackers[0].close()
+    assert [name for name, _, _ in events_in(tmp_path / "tb")] == [
         "eval_samples/easy/0",
         "samples/easy/1",
     ]

@@ -23,6 +23,7 @@ import json
 import logging
 import os
 import re
+import struct
 import threading
 import time
 import uuid
@@ -262,17 +263,18 @@ class TensorBoardTracker:
 
     def __init__(self, directory: Path) -> None:
         with _extra("tensorboard", "tensorboardX"):
-            from tensorboardX import event_file_writer, summary  # pyright: ignore[reportMissingImports]
+            from tensorboardX import event_file_writer, record_writer, summary  # pyright: ignore[reportMissingImports]
         self._summary, self._event = summary, event_file_writer.event_pb2.Event
-        name = str(directory / "events")
-        self._begin = lambda: event_file_writer.EventsWriter(name, f".{uuid.uuid4().hex[:8]}")
+        self._checksum = record_writer.masked_crc32c
+        name = f"events.out.tfevents.{time.time():.0f}.{uuid.uuid4().hex[:8]}"
         with _starting("tensorboard", "choose another tracking.tensorboard.directory"):
             directory.mkdir(parents=True, exist_ok=True)
-            self._file: Any = self._begin()
+            self._file = (directory / name).open("ab", buffering=0)
+            self._append(file_version="brain.Event:2")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Writes one scalar per metric."""
-        self._add(step, *(self._summary.scalar(name, value) for name, value in metrics.items()))
+        self._append(*(self._summary.scalar(name, value) for name, value in metrics.items()), step=step)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes conversations as preformatted text under ``samples/<lesson>/<position>``, or ``eval_samples/…``."""
@@ -280,19 +282,27 @@ class TensorBoardTracker:
             lines = [f"reward {sample['reward']:g}"]
             lines += [f"{turn['role']}: {turn['content']}" for turn in sample["turns"]]
             indented = "\n".join("    " + line for line in "\n".join(lines).splitlines())
-            self._add(step, self._summary.text(f"{_place_of(sample)}/{sample['lesson_id']}/{position}", indented))
+            name = f"{_place_of(sample)}/{sample['lesson_id']}/{position}"
+            self._append(self._summary.text(name, indented), step=step)
 
-    def _add(self, step: int, *summaries: Any) -> None:
-        file, self._file = self._file or self._begin(), None  # one that fails is left: half a record may be in it
-        for summary in summaries:
-            file.write_event(self._event(summary=summary, step=step, wall_time=time.time()))
-        file.flush()
-        self._file = file
+    def _append(self, *summaries: Any, **fields: Any) -> None:
+        """All records or none: readers do not get past half a record."""
+        parts: list[bytes] = []
+        for summary in summaries or [None]:
+            record = self._event(summary=summary, wall_time=time.time(), **fields).SerializeToString()
+            for part in (struct.pack("<Q", len(record)), record):
+                parts += [part, struct.pack("<I", self._checksum(part))]
+        end, left = self._file.seek(0, os.SEEK_END), b"".join(parts)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            self._file.truncate(end)
+            raise
 
     def close(self) -> None:
         """Closes the file."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 def _place_of(sample: Mapping[str, Any]) -> str:
@@ -343,16 +353,11 @@ class WandbTracker:
         self._wandb = wandb
         with _starting("wandb", "run `wandb login`, or set tracking.wandb.mode=offline"):
             self._run = wandb.init(
-                project=config.project,
-                entity=config.entity,
-                name=config.name or run_dir.name,
-                mode=config.mode,
-                id=_kept(run_dir / "wandb_id", lambda: uuid.uuid4().hex[:12]),
-                resume="allow",
-                dir=str(run_dir),
-                config=dict(run_config),
+                project=config.project, entity=config.entity, name=config.name or run_dir.name, mode=config.mode,
+                id=_kept(run_dir / "wandb_id", lambda: uuid.uuid4().hex[:12]), resume="allow",
+                dir=str(run_dir), config=dict(run_config),
                 settings=wandb.Settings(console="off", silent=True),  # the live view owns the terminal
-            )
+            )  # fmt: skip
         self._run.define_metric("*", step_metric="weight_step")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -418,14 +423,9 @@ class TrackioTracker:
             # in a context of its own: another run of this process keeps its own present one
             self._run = contextvars.copy_context().run(
                 trackio.init,
-                project=config.project,
-                name=name,
-                config=dict(run_config),
-                resume="allow" if begun else "never",
-                embed=False,
-                auto_log_cpu=False,
-                auto_log_gpu=False,
-            )
+                project=config.project, name=name, config=dict(run_config), resume="allow" if begun else "never",
+                embed=False, auto_log_cpu=False, auto_log_gpu=False,
+            )  # fmt: skip
         (run_dir / "trackio_run").write_text(name + "\n")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
