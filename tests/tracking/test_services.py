@@ -1,6 +1,7 @@
 """The services' trackers against stand-ins for their packages, which are not installed for the tests."""
 
 import json
+import os
 import struct
 import sys
 import types
@@ -138,6 +139,19 @@ def test_an_id_that_a_killed_life_left_empty_is_made_anew(wandb, tmp_path):
     (tmp_path / "wandb_id").write_text("")
     WandbTracker(WandbConfig(), tmp_path, {})
     assert wandb[0][2]["id"] == (tmp_path / "wandb_id").read_text().strip() != ""
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("given", [None, "0"])
+def test_the_end_of_a_run_does_not_wait_for_wandbs_network_for_ever(wandb, tmp_path, monkeypatch, given):
+    for name in ("WANDB_FINISH_TIMEOUT", "WANDB_FINISH_TIMEOUT_RAISES"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    if given is not None:
+        monkeypatch.setenv("WANDB_FINISH_TIMEOUT", given)
+    WandbTracker(WandbConfig(), tmp_path, {})
+    assert os.environ["WANDB_FINISH_TIMEOUT"] == (given or "600")
+    assert os.environ["WANDB_FINISH_TIMEOUT_RAISES"] == "true"
 
 
 def test_a_wandb_that_refuses_to_start_is_bad_input(wandb, tmp_path, monkeypatch):

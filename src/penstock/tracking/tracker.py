@@ -279,8 +279,10 @@ class TensorBoardTracker:
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes conversations as preformatted text under ``samples/<lesson>/<position>``, or ``eval_samples/…``."""
         for position, sample in enumerate(samples):
-            lines = [f"reward {sample['reward']:g}"]
-            lines += [f"{turn['role']}: {turn['content']}" for turn in sample["turns"]]
+            lines = [
+                f"reward {sample['reward']:g}",
+                *(f"{turn['role']}: {turn['content']}" for turn in sample["turns"]),
+            ]
             indented = "\n".join("    " + line for line in "\n".join(lines).splitlines())
             name = f"{_place_of(sample)}/{sample['lesson_id']}/{position}"
             self._append(self._summary.text(name, indented), step=step)
@@ -369,8 +371,7 @@ class WandbTracker:
         tables: dict[str, list[list[Any]]] = {}
         for sample in samples:
             conversation = "\n".join(f"{turn['role']}: {turn['content']}" for turn in sample["turns"])
-            row = [*(sample[name] for name in _COLUMNS[:-1]), conversation]
-            tables.setdefault(_place_of(sample), []).append(row)
+            tables.setdefault(_place_of(sample), []).append([*(sample[name] for name in _COLUMNS[:-1]), conversation])
         made = {place: self._wandb.Table(columns=_COLUMNS, data=rows) for place, rows in tables.items()}
         self._run.log({**made, "weight_step": step})
 
@@ -475,11 +476,6 @@ class MlflowConfig(ServiceConfig):
         return MlflowTracker(self, run_dir, run_config)
 
 
-_MLFLOW_DEFAULTS = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",  # it would tell its makers of this use
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # a call to a server that is down would take four minutes
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-}
 _MLFLOW_BATCH, _MLFLOW_NAME, _MLFLOW_VALUE = 100, 250, 6000
 """Parameters of one call, and characters of names and values: MLflow refuses more."""
 
@@ -498,8 +494,6 @@ class MlflowTracker:
     """
 
     def __init__(self, config: MlflowConfig, run_dir: Path, run_config: Mapping[str, Any]) -> None:
-        for name, value in _MLFLOW_DEFAULTS.items():
-            os.environ.setdefault(name, value)
         with _extra("mlflow", "mlflow"):
             from mlflow import MlflowClient, entities  # pyright: ignore[reportMissingImports]
         for talkative in ("alembic", "mlflow"):  # of each table that a new store gets
@@ -571,9 +565,20 @@ def _kept(path: Path, make: Callable[[], str]) -> str:
     return found
 
 
+_DEFAULTS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # it would tell its makers of this use
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # a call to a server that is down would take four minutes
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "WANDB_FINISH_TIMEOUT": "600", "WANDB_FINISH_TIMEOUT_RAISES": "true",  # no end came before the network was back
+}  # fmt: skip
+
+
 @contextlib.contextmanager
 def _extra(name: str, package: str) -> Iterator[None]:
-    """Around the import of what only one service needs."""
+    """Around the import of what only one service needs; what the environment says of it has our defaults."""
+    for variable, value in _DEFAULTS.items():
+        if variable.startswith(name.upper()):
+            os.environ.setdefault(variable, value)
     try:
         yield
     except ImportError as error:
@@ -593,8 +598,6 @@ def _starting(name: str, remedy: str) -> Iterator[None]:
         raise ConfigError(f"tracking.{name} could not start: {reason}; {remedy}") from error
 
 
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
+def _silent() -> contextlib.AbstractContextManager[object]:
     """Keeps a service from printing: the live view owns the terminal."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
+    return contextlib.redirect_stdout(io.StringIO())
