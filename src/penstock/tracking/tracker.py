@@ -279,10 +279,8 @@ class TensorBoardTracker:
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes conversations as preformatted text under ``samples/<lesson>/<position>``, or ``eval_samples/…``."""
         for position, sample in enumerate(samples):
-            lines = [
-                f"reward {sample['reward']:g}",
-                *(f"{turn['role']}: {turn['content']}" for turn in sample["turns"]),
-            ]
+            lines = [f"{turn['role']}: {turn['content']}" for turn in sample["turns"]]
+            lines.insert(0, f"reward {sample['reward']:g}")
             indented = "\n".join("    " + line for line in "\n".join(lines).splitlines())
             name = f"{_place_of(sample)}/{sample['lesson_id']}/{position}"
             self._append(self._summary.text(name, indented), step=step)
@@ -567,8 +565,7 @@ def _kept(path: Path, make: Callable[[], str]) -> str:
 
 _DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",  # it would tell its makers of this use
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # a call to a server that is down would take four minutes
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # four minutes of a server that is down
     "WANDB_FINISH_TIMEOUT": "600", "WANDB_FINISH_TIMEOUT_RAISES": "true",  # no end came before the network was back
 }  # fmt: skip
 
