@@ -565,7 +565,7 @@ def _kept(path: Path, make: Callable[[], str]) -> str:
 
 _DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",  # it would tell its makers of this use
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # four minutes of a server that is down
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # else a call takes four minutes
     "WANDB_FINISH_TIMEOUT": "600", "WANDB_FINISH_TIMEOUT_RAISES": "true",  # no end came before the network was back
 }  # fmt: skip
 
