@@ -32,7 +32,6 @@ def test_groups_beyond_the_limit_are_left_out_and_counted(tmp_path, monkeypatch)
     assert "more without" in write_bundle(tmp_path / "mine", tmp_path / "out")
 
 
-@pytest.mark.attack
 def test_what_cannot_be_read_is_told(tmp_path):
     directory = write_run(tmp_path / "mine")
     directory.metrics_path.write_text("garbage\n")
@@ -40,7 +39,6 @@ def test_what_cannot_be_read_is_told(tmp_path):
     assert "metrics.jsonl, line 1 is not JSON" in told and "take that line out" in told
 
 
-@pytest.mark.attack
 def test_broken_groups_are_not_said_to_have_had_no_room(tmp_path, monkeypatch):
     write_run(tmp_path / "mine")
 

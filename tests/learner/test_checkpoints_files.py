@@ -48,7 +48,6 @@ def test_where_none_is_whole_there_is_none(tmp_path: Path):
     assert newest_good_checkpoint(tmp_path / "missing", lambda place, reason: None) is None
 
 
-@pytest.mark.attack
 def test_one_that_may_not_be_read_is_not_damaged_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make(tmp_path, 1)
     newest = make(tmp_path, 2)
@@ -62,7 +61,6 @@ def test_one_that_may_not_be_read_is_not_damaged_and_stays(tmp_path: Path, monke
     assert newest.is_dir()
 
 
-@pytest.mark.attack
 def test_one_on_a_bad_sector_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make(tmp_path, 1)
     fingerprint = checkpoints._fingerprint

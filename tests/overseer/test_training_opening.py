@@ -56,7 +56,6 @@ def test_a_run_that_has_trained_never_begins_anew(run_dir: Path, sign: str):
         resume_point(directory, DamageList())
 
 
-@pytest.mark.attack
 def test_nor_where_its_batches_lie_elsewhere_or_are_gone(run_dir: Path):
     directory = RunDirectory.create(run_dir, {})
     log = MetricsLog(directory.metrics_path)

@@ -194,7 +194,6 @@ def test_without_a_listener_damage_is_an_error_as_ever(sim, directory):
     assert not (directory.path / "damaged").exists()
 
 
-@pytest.mark.attack
 @pytest.mark.parametrize("refusal", [PermissionError(13, "Permission denied"), OSError(24, "Too many open files")])
 def test_a_file_that_may_not_be_read_is_not_damaged_and_stays(sim, directory, monkeypatch, refusal):
     life = Life(sim, directory)

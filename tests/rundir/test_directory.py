@@ -164,7 +164,6 @@ def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path):
             RunDirectory.create(place, {})
 
 
-@pytest.mark.attack
 def test_a_folder_that_is_a_link_to_a_disk_that_is_away_is_told(tmp_path):
     run = RunDirectory.create(tmp_path / "a", {})
     run.rollouts.rmdir()

@@ -194,7 +194,6 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path):
         RunViews(directory.path)
 
 
-@pytest.mark.attack
 def test_changed_bytes_are_noticed_where_nothing_is_compressed_and_their_file_is_named(tmp_path):
     directory = write_run(tmp_path / "run")
     part = next(directory.rollouts.glob("*.parquet"))

@@ -157,7 +157,6 @@ def test_trackio_has_metrics_settings_and_conversations(tmp_path, monkeypatch):
     assert trace["messages"] == SAMPLE["turns"] and trace["metadata"]["reward"] == 0.5 and trace["step"] == 7
 
 
-@pytest.mark.attack
 def test_tensorboard_on_a_full_disk_holds_nobody_up(tmp_path):
     needs("tensorboardX")
     accumulators = needs("tensorboard.backend.event_processing.event_accumulator")

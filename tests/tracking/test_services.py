@@ -91,7 +91,6 @@ def test_tensorboard_gets_scalars_and_text(tensorboard, tmp_path):
     ]
 
 
-@pytest.mark.attack
 def test_a_full_disk_leaves_no_half_record_of_tensorboard(tensorboard, tmp_path):
     with small_disk(tmp_path / "disk", "64k") as disk:
         tracker = TensorBoardTracker(disk / "tb")
@@ -134,14 +133,12 @@ def test_wandb_continues_the_same_run_after_a_resume(wandb, tmp_path):
     assert len(ids) == 2 and ids[0] == ids[1] and len(ids[0]) == 12
 
 
-@pytest.mark.attack
 def test_an_id_that_a_killed_life_left_empty_is_made_anew(wandb, tmp_path):
     (tmp_path / "wandb_id").write_text("")
     WandbTracker(WandbConfig(), tmp_path, {})
     assert wandb[0][2]["id"] == (tmp_path / "wandb_id").read_text().strip() != ""
 
 
-@pytest.mark.attack
 @pytest.mark.parametrize("given", [None, "0"])
 def test_the_end_of_a_run_does_not_wait_for_wandbs_network_for_ever(wandb, tmp_path, monkeypatch, given):
     for name in ("WANDB_FINISH_TIMEOUT", "WANDB_FINISH_TIMEOUT_RAISES"):

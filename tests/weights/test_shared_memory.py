@@ -198,7 +198,6 @@ def test_a_folder_is_made_for_this_user_and_removed(folder_job: str):
     assert not folder.path.exists()
 
 
-@pytest.mark.attack
 def test_a_folder_that_somebody_removed_is_no_error_at_the_end(folder_job: str):
     folder = JobFolder(folder_job, 1.0)
     shutil.rmtree(folder.path)
