@@ -5,7 +5,7 @@ import pytest
 from penstock.dashboard import bundle as module
 from penstock.dashboard import write_bundle
 from penstock.dashboard.bundle import joined
-from penstock.types import ConfigError
+from penstock.types import ConfigError, RunDirectoryError
 from tests.dashboard.sample_run import write_run
 
 
@@ -30,6 +30,24 @@ def test_groups_beyond_the_limit_are_left_out_and_counted(tmp_path, monkeypatch)
     write_run(tmp_path / "mine")
     monkeypatch.setattr(module, "MOST_BYTES", 2000)
     assert "more without" in write_bundle(tmp_path / "mine", tmp_path / "out")
+
+
+def test_what_cannot_be_read_is_told(tmp_path):
+    directory = write_run(tmp_path / "mine")
+    directory.metrics_path.write_text("garbage\n")
+    told = write_bundle(tmp_path / "mine", tmp_path / "out")
+    assert "metrics.jsonl, line 1 is not JSON" in told and "take that line out" in told
+
+
+def test_broken_groups_are_not_said_to_have_had_no_room(tmp_path, monkeypatch):
+    write_run(tmp_path / "mine")
+
+    def broken(run, group_id):
+        raise RunDirectoryError(group_id)
+
+    monkeypatch.setattr(module, "group_page", broken)
+    told = write_bundle(tmp_path / "mine", tmp_path / "out")
+    assert "0 groups with their tokens (7 more cannot be read)" in told and "limit" not in told
 
 
 def test_modules_are_joined_in_functions_of_their_own():

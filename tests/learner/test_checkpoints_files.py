@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.learner import newest_good_checkpoint, read_states
+from penstock.learner import checkpoints, newest_good_checkpoint, read_states
 from penstock.types import CheckpointError
 
 
@@ -46,6 +46,35 @@ def test_where_none_is_whole_there_is_none(tmp_path: Path):
     assert newest_good_checkpoint(tmp_path, lambda place, reason: told.append(reason)) is None
     assert "does not name learner.safetensors" in told[0]
     assert newest_good_checkpoint(tmp_path / "missing", lambda place, reason: None) is None
+
+
+def test_one_that_may_not_be_read_is_not_damaged_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make(tmp_path, 1)
+    newest = make(tmp_path, 2)
+
+    def refused(path: Path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoints, "_fingerprint", refused)
+    with pytest.raises(CheckpointError, match="step-2 cannot be read: PermissionError"):
+        newest_good_checkpoint(tmp_path, lambda place, reason: pytest.fail(reason))
+    assert newest.is_dir()
+
+
+def test_one_on_a_bad_sector_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make(tmp_path, 1)
+    fingerprint = checkpoints._fingerprint
+
+    def bad_sector(path: Path):
+        if "step-2" in str(path):
+            raise OSError(5, "Input/output error", str(path))
+        return fingerprint(path)
+
+    make(tmp_path, 2)
+    monkeypatch.setattr(checkpoints, "_fingerprint", bad_sector)
+    told: list[str] = []
+    assert newest_good_checkpoint(tmp_path, lambda place, reason: told.append(reason)) == tmp_path / "step-1"
+    assert "Input/output error" in told[0]
 
 
 def test_one_of_a_newer_penstock_is_not_damaged_but_refused(tmp_path: Path):

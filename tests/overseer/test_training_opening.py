@@ -10,7 +10,15 @@ import pytest
 from penstock.overseer import evaluate, train
 from penstock.overseer.training import create_run, resume_point
 from penstock.replay import RolloutStore
-from penstock.rundir import JsonLinesLog, RunDirectory, read_events, read_json_lines, read_metrics, read_status
+from penstock.rundir import (
+    JsonLinesLog,
+    MetricsLog,
+    RunDirectory,
+    read_events,
+    read_json_lines,
+    read_metrics,
+    read_status,
+)
 from penstock.types import ConfigError, EnvironmentFailure, RunDirectoryError, RunFailed
 from penstock.weights import shared_memory
 from tests.overseer.conftest import tiny
@@ -48,12 +56,24 @@ def test_a_run_that_has_trained_never_begins_anew(run_dir: Path, sign: str):
         resume_point(directory)
 
 
+def test_nor_where_its_batches_lie_elsewhere_or_are_gone(run_dir: Path):
+    directory = RunDirectory.create(run_dir, {})
+    log = MetricsLog(directory.metrics_path)
+    log.append(0, {"eval/cats/reward_mean": 0.1})
+    assert resume_point(directory) == (1, None, []), "it was evaluated, and not trained"
+    log.append(1, {"train/loss": 0.1})
+    with pytest.raises(RunDirectoryError, match="no checkpoint that is whole, though it has trained"):
+        resume_point(directory)
+
+
 @pytest.mark.attack
-def test_rollouts_and_batches_that_were_deleted_are_told_and_the_ledger_closes(run_dir: Path):
-    train(tiny({"steps": 2}), run_dir, quiet=True)
+@pytest.mark.parametrize("url", [None, "elsewhere"])
+def test_rollouts_and_batches_that_were_deleted_are_told_and_the_ledger_closes(run_dir: Path, url: str | None):
+    store = {} if url is None else {"replay": {"store": {"url": str(run_dir.parent / url)}}}
+    train(tiny({"steps": 2, **store}), run_dir, quiet=True)
     for folder in ("rollouts", "batches"):
-        shutil.rmtree(run_dir / folder)
-    assert train(tiny({"steps": 3}), run_dir, resume=True, quiet=True).complete
+        shutil.rmtree((run_dir if url is None else run_dir.parent / url) / folder)
+    assert train(tiny({"steps": 3, **store}), run_dir, resume=True, quiet=True).complete
     told = events_of(run_dir, "files_missing")
     assert [Path(event["path"]).name for event in told] == ["rollouts", "batches"]
     assert "can no longer be looked at" in told[0]["reason"]

@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import contextmanager
 
 import pyarrow.parquet as pq
 import pytest
@@ -10,6 +11,7 @@ from penstock.batch import RecencyBatchMaker
 from penstock.replay import OpenAdmission, ReplayBuffer, ReplayBufferConfig, RolloutStore, StoreConfig
 from penstock.replay.repair import repair_logs
 from penstock.rundir import RunDirectory, read_json_lines, table_from_records, write_parquet
+from penstock.rundir.storage import LocalStorage
 from penstock.types import DuplicateGroupError, RolloutRecord, RunDirectoryError
 
 WORLD = {"slots": 6, "failing": 0.05, "flat": 0.1}
@@ -189,6 +191,24 @@ def test_without_a_listener_damage_is_an_error_as_ever(sim, directory):
     damage_middle(sorted(directory.rollouts.glob("*.parquet"))[0])
     with pytest.raises(RunDirectoryError, match="cannot be read"):
         Life(sim, directory, states)
+    assert not (directory.path / "damaged").exists()
+
+
+@pytest.mark.parametrize("refusal", [PermissionError(13, "Permission denied"), OSError(24, "Too many open files")])
+def test_a_file_that_may_not_be_read_is_not_damaged_and_stays(sim, directory, monkeypatch, refusal):
+    life = Life(sim, directory)
+    life.run.run(2)
+    states = life.states()
+    life.die()
+
+    @contextmanager
+    def refused(storage, name):
+        raise refusal
+        yield
+
+    monkeypatch.setattr(LocalStorage, "opened", refused)
+    with pytest.raises((RunDirectoryError, OSError), match=refusal.strerror):
+        Life(sim, directory, states, on_damage=lambda *what: pytest.fail(str(what)))
     assert not (directory.path / "damaged").exists()
 
 

@@ -164,6 +164,14 @@ def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path):
             RunDirectory.create(place, {})
 
 
+def test_a_folder_that_is_a_link_to_a_disk_that_is_away_is_told(tmp_path):
+    run = RunDirectory.create(tmp_path / "a", {})
+    run.rollouts.rmdir()
+    run.rollouts.symlink_to(tmp_path / "away" / "rollouts")
+    with pytest.raises(RunDirectoryError, match=r"a/rollouts cannot be used: .* link to none; restore it"):
+        RunDirectory.open_existing(run.path)
+
+
 @pytest.mark.attack
 def test_a_run_whose_lock_cannot_be_opened_is_refused(tmp_path):
     run = RunDirectory.create(tmp_path / "a", {})

@@ -12,7 +12,8 @@ import pytest
 from tests.dashboard.sample_run import example, group, write_run
 
 from penstock.rundir import EventLog, JsonLinesLog, MetricsLog, RunDirectory, read_parquet, write_examples
-from penstock.rundir.parquet import REPLACES_KEY, VERSION_KEY
+from penstock.rundir.live_files import RunFiles
+from penstock.rundir.parquet import REPLACES_KEY, VERSION_KEY, parquet_writer
 from penstock.rundir.views import VIEWS, RunViews
 from penstock.types import ConfigError, RunDirectoryError, SchemaVersionError
 
@@ -191,6 +192,22 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path):
     (directory.rollouts / "part-x.parquet").write_bytes(b"nonsense")
     with pytest.raises(RunDirectoryError, match=r"part-x\.parquet cannot be read as Parquet"):
         RunViews(directory.path)
+
+
+def test_changed_bytes_are_noticed_where_nothing_is_compressed_and_their_file_is_named(tmp_path):
+    directory = write_run(tmp_path / "run")
+    part = next(directory.rollouts.glob("*.parquet"))
+    table = read_parquet(part)
+    with parquet_writer(part, table.schema, "none") as writer:
+        writer.write_table(table)
+    with pq.ParquetFile(part) as file:
+        columns = [file.metadata.row_group(0).column(i) for i in range(file.metadata.num_columns)]
+    changed = next(column for column in columns if column.path_in_schema.startswith("response_logprobs"))
+    content = bytearray(part.read_bytes())
+    content[changed.data_page_offset + changed.total_compressed_size - 2] ^= 0x10
+    part.write_bytes(bytes(content))
+    with pytest.raises(RunDirectoryError, match=rf"{part.name} cannot be read as Parquet: .*CRC.*restore it from a"):
+        list(RunFiles.list_now(directory).records())
 
 
 def test_batches_of_a_dead_lineage_do_not_count(tmp_path):

@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
+from tests.small_disk import fill, small_disk
 
-from penstock.tracking import TrackingConfig, make_tracker
+from penstock.tracking import TensorBoardTracker, TrackingConfig, make_tracker
 
 SAMPLE = {
     "mode": "train", "rollout_id": "easy-0-3/1", "lesson_id": "easy", "env_name": "cats", "env_example_id": "4",
@@ -153,6 +155,23 @@ def test_trackio_has_metrics_settings_and_conversations(tmp_path, monkeypatch):
     assert {trace["key"] for trace in traces} == {"samples", "eval_samples"}
     trace = next(trace for trace in traces if trace["key"] == "samples")
     assert trace["messages"] == SAMPLE["turns"] and trace["metadata"]["reward"] == 0.5 and trace["step"] == 7
+
+
+def test_tensorboard_on_a_full_disk_holds_nobody_up(tmp_path):
+    needs("tensorboardX")
+    accumulators = needs("tensorboard.backend.event_processing.event_accumulator")
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        tracker = TensorBoardTracker(disk / "tb")
+        tracker.log({"a": 1.0}, 0)
+        ballast = fill(disk)
+        for step in range(1, 30):
+            with suppress(OSError):
+                tracker.log({f"a/{number}": 1.0 for number in range(60)}, step)
+        ballast.unlink()
+        tracker.log({"b": 2.0}, 30)
+        tracker.close()
+        (event,) = accumulators.EventAccumulator(str(disk / "tb")).Reload().Scalars("b")
+        assert (event.step, event.value) == (30, 2.0)
 
 
 def test_tensorboard_reads_what_was_written(tmp_path):

@@ -1,9 +1,14 @@
 """The services' trackers against stand-ins for their packages, which are not installed for the tests."""
 
+import json
+import os
+import struct
 import sys
 import types
+import zlib
 
 import pytest
+from tests.small_disk import fill, small_disk
 
 from penstock.tracking import (
     TensorBoardConfig,
@@ -23,19 +28,35 @@ SAMPLE = {
 
 @pytest.fixture
 def tensorboard(monkeypatch):
-    calls = []
-
-    class SummaryWriter:
-        def __init__(self, logdir):
-            calls.append(("open", logdir))
-
-        def __getattr__(self, name):
-            return lambda *arguments: calls.append((name, *arguments))
+    class Event(dict):
+        def SerializeToString(self):
+            return json.dumps({key: value for key, value in self.items() if key != "wall_time"}).encode()
 
     module = types.ModuleType("tensorboardX")
-    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    module.event_file_writer = types.SimpleNamespace(  # type: ignore[attr-defined]
+        event_pb2=types.SimpleNamespace(Event=Event)
+    )
+    module.record_writer = types.SimpleNamespace(masked_crc32c=zlib.crc32)  # type: ignore[attr-defined]
+    module.summary = types.SimpleNamespace(  # type: ignore[attr-defined]
+        scalar=lambda name, value: (name, value), text=lambda name, text: (name, text)
+    )
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    return calls
+
+
+def events_in(directory):
+    """Of the one file there: what each record says, by the format of TensorFlow's records."""
+    (file,) = directory.iterdir()
+    assert "tfevents" in file.name
+    content, found = file.read_bytes(), []
+    while content:
+        size, checksum = struct.unpack("<QI", content[:12])
+        assert checksum == zlib.crc32(content[:8])
+        record, content = content[12 : 12 + size], content[12 + size :]
+        assert struct.unpack("<I", content[:4]) == (zlib.crc32(record),)
+        found.append(json.loads(record))
+        content = content[4:]
+    assert found.pop(0) == {"summary": None, "file_version": "brain.Event:2"}
+    return [(*event["summary"], event["step"]) for event in found]
 
 
 @pytest.fixture
@@ -63,13 +84,27 @@ def test_tensorboard_gets_scalars_and_text(tensorboard, tmp_path):
     tracker.log({"train/loss": 1.5, "train/kl": 0.0}, 7)
     tracker.log_samples(7, [SAMPLE])
     tracker.close()
-    assert tensorboard == [
-        ("open", str(tmp_path / "tb")),
-        ("add_scalar", "train/loss", 1.5, 7),
-        ("add_scalar", "train/kl", 0.0, 7),
-        ("add_text", "samples/easy/0", "    reward 0.5\n    user: say cat\n    assistant: a\n    cat", 7),
-        ("close",),
+    assert events_in(tmp_path / "tb") == [
+        ("train/loss", 1.5, 7),
+        ("train/kl", 0.0, 7),
+        ("samples/easy/0", "    reward 0.5\n    user: say cat\n    assistant: a\n    cat", 7),
     ]
+
+
+def test_a_full_disk_leaves_no_half_record_of_tensorboard(tensorboard, tmp_path):
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        tracker = TensorBoardTracker(disk / "tb")
+        tracker.log({"train/loss": 1.5}, 7)
+        ballast = fill(disk)
+        with pytest.raises(OSError, match="No space left"):
+            for _ in range(100):  # what is left of its last page
+                tracker.log({f"train/{number}": 0.5 for number in range(100)}, 8)
+        ballast.unlink()
+        tracker.log({"train/loss": 1.0}, 9)
+        tracker.close()
+        events = events_in(disk / "tb")
+    assert events[0] == ("train/loss", 1.5, 7) and events[-1] == ("train/loss", 1.0, 9)
+    assert len(events) % 100 == 2
 
 
 def test_wandb_never_passes_a_step_that_may_run_backwards(wandb, tmp_path):
@@ -98,6 +133,24 @@ def test_wandb_continues_the_same_run_after_a_resume(wandb, tmp_path):
     assert len(ids) == 2 and ids[0] == ids[1] and len(ids[0]) == 12
 
 
+def test_an_id_that_a_killed_life_left_empty_is_made_anew(wandb, tmp_path):
+    (tmp_path / "wandb_id").write_text("")
+    WandbTracker(WandbConfig(), tmp_path, {})
+    assert wandb[0][2]["id"] == (tmp_path / "wandb_id").read_text().strip() != ""
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_the_end_of_a_run_does_not_wait_for_wandbs_network_for_ever(wandb, tmp_path, monkeypatch, given):
+    for name in ("WANDB_FINISH_TIMEOUT", "WANDB_FINISH_TIMEOUT_RAISES"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    if given is not None:
+        monkeypatch.setenv("WANDB_FINISH_TIMEOUT", given)
+    WandbTracker(WandbConfig(), tmp_path, {})
+    assert os.environ["WANDB_FINISH_TIMEOUT"] == (given or "600")
+    assert os.environ["WANDB_FINISH_TIMEOUT_RAISES"] == "true"
+
+
 def test_a_wandb_that_refuses_to_start_is_bad_input(wandb, tmp_path, monkeypatch):
     def refuse(**named):
         raise RuntimeError("api_key not\nconfigured")
@@ -107,13 +160,10 @@ def test_a_wandb_that_refuses_to_start_is_bad_input(wandb, tmp_path, monkeypatch
         WandbTracker(WandbConfig(), tmp_path, {})
 
 
-def test_a_place_where_tensorboard_cannot_write_is_bad_input(tensorboard, tmp_path, monkeypatch):
-    def refuse(logdir):
-        raise NotADirectoryError(20, "Not a directory", logdir)
-
-    monkeypatch.setattr(sys.modules["tensorboardX"], "SummaryWriter", refuse)
-    with pytest.raises(ConfigError, match=r"tensorboard could not start: .*Not a directory: '/x'; choose another"):
-        TensorBoardConfig(directory="/x").open(tmp_path, {})
+def test_a_place_where_tensorboard_cannot_write_is_bad_input(tensorboard, tmp_path):
+    (tmp_path / "x").write_text("")
+    with pytest.raises(ConfigError, match=r"tensorboard could not start: .*Not a directory: '.*/x/y'; choose another"):
+        TensorBoardConfig(directory=str(tmp_path / "x" / "y")).open(tmp_path, {})
 
 
 @pytest.mark.parametrize(
@@ -148,7 +198,7 @@ def test_the_configuration_says_which_trackers_are_made(tensorboard, wandb, tmp_
     made = make_tracker(config, tmp_path, {}, lambda name, error: None)
     made.log_samples(3, [SAMPLE])
     made.close()
-    assert ("open", str(tmp_path / "tensorboard")) in tensorboard
+    assert [step for _, _, step in events_in(tmp_path / "tensorboard")] == [3]
     assert any(name == "init" and named["mode"] == "offline" for name, _, named in wandb)
     assert made.failures == {} and (tmp_path / "samples.jsonl").read_text().count("\n") == 1
 
@@ -157,7 +207,8 @@ def test_conversations_of_evaluations_stand_apart(tensorboard, wandb, tmp_path):
     trackers = [TensorBoardTracker(tmp_path / "tb"), WandbTracker(WandbConfig(), tmp_path, {})]
     for tracker in trackers:
         tracker.log_samples(7, [{**SAMPLE, "mode": "eval"}, {**SAMPLE, "mode": "train"}])
-    assert [place for kind, place, *_ in tensorboard if kind == "add_text"] == [
+    trackers[0].close()
+    assert [name for name, _, _ in events_in(tmp_path / "tb")] == [
         "eval_samples/easy/0",
         "samples/easy/1",
     ]

@@ -3,6 +3,7 @@
 import gc
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import threading
@@ -195,6 +196,13 @@ def test_a_folder_is_made_for_this_user_and_removed(folder_job: str):
     (folder.path / "segment").write_bytes(b"x")
     folder.remove()
     assert not folder.path.exists()
+
+
+def test_a_folder_that_somebody_removed_is_no_error_at_the_end(folder_job: str):
+    folder = JobFolder(folder_job, 1.0)
+    shutil.rmtree(folder.path)
+    folder.remove()
+    JobFolder(folder_job, 1.0).remove()
 
 
 def test_two_jobs_have_two_folders(folder_job: str):

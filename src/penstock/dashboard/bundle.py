@@ -68,7 +68,7 @@ def write_bundle(path: Path, out: Path, trust: bool = False) -> str:
         check_place(out, "--bundle")
     for run in runs.all():
         run.catch_up()
-    data, groups, left_out = _data(runs)
+    data, groups, left_out, broken = _data(runs)
     files = static_files()
     out.mkdir(parents=True, exist_ok=True)
     script = "globalThis.PENSTOCK_BUNDLE = " + to_json(data) + ";\n"
@@ -82,7 +82,9 @@ def write_bundle(path: Path, out: Path, trust: bool = False) -> str:
         write_atomically(out / name, content, durable=False)
     words = f"{len(data['runs'])} runs, {groups} groups with their tokens"
     words += f" ({left_out} more without: {MOST_BYTES >> 20} MiB is the limit)" if left_out else ""
-    return f"wrote {out / 'index.html'}: {words}, {len(script) / 1e6:.1f} MB"
+    words += f" ({broken} more cannot be read)" if broken else ""
+    problems = "".join(f"\n{run.name}: {run.problem}" for run in runs.all() if run.problem)
+    return f"wrote {out / 'index.html'}: {words}, {len(script) / 1e6:.1f} MB{problems}"
 
 
 def joined(modules: dict[str, str]) -> str:
@@ -123,17 +125,20 @@ def _page(text: str) -> str:
     return text.replace("static/", "").replace("<title>", policy, 1)
 
 
-def _data(runs: ObservedRuns) -> tuple[dict[str, Any], int, int]:
-    """All pages, and of how many groups the tokens are there, and of how many not."""
+def _data(runs: ObservedRuns) -> tuple[dict[str, Any], int, int, int]:
+    """All pages, of how many groups the tokens are there, of how many there was no room, and how many are broken."""
     found: dict[str, Any] = {}
-    room, written, left_out = MOST_BYTES, 0, 0
+    room, written, left_out, broken = MOST_BYTES, 0, 0, 0
     for run in runs.all():
         pages = safe(_pages(run))
         pages["groups"] = {}
         for group in pages["list"]:
-            page = _tried(lambda run=run, group=group: safe(group_page(run, group["group_id"]))) if room > 0 else None
-            if page is None:
+            if room <= 0:
                 left_out += 1
+                continue
+            page = _tried(lambda run=run, group=group: safe(group_page(run, group["group_id"])))
+            if page is None:
+                broken += 1
                 continue
             room -= len(to_json(page))
             written += 1
@@ -146,7 +151,7 @@ def _data(runs: ObservedRuns) -> tuple[dict[str, Any], int, int]:
         "list": safe(runs_page(runs)),
         "runs": found,
         "compare": {f"{a}\n{b}": safe(compare_page(runs, {"a": a, "b": b})) for a, b in pairs},
-    }, written, left_out  # fmt: skip
+    }, written, left_out, broken  # fmt: skip
 
 
 def _pages(run: ObservedRun) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from safetensors import SafetensorError
 
 from penstock.learner.config import LearnerConfig
 from penstock.model.language.config import Dtype
+from penstock.rundir.storage import is_refused
 from penstock.types import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -66,12 +67,14 @@ def newest_good_checkpoint(root: Path, on_damage: Callable[[str, str], None]) ->
         on_damage: Told where a damaged one lies now, and what is wrong with it.
 
     Raises:
-        CheckpointError: the newest whole one was written by a newer Penstock.
+        CheckpointError: the newest whole one was written by a newer Penstock, or one may not be read.
     """
     for path in reversed(find_checkpoints(root)):
         try:
             verify_checkpoint(path)
         except CheckpointError as error:
+            if is_refused(error):
+                raise
             aside = root / f"damaged-{path.name}-{uuid.uuid4().hex[:8]}"
             os.rename(path, aside)
             on_damage(str(aside), str(error))
@@ -126,6 +129,13 @@ def verify_checkpoint(path: Path) -> None:
     Raises:
         CheckpointError: naming what is missing or damaged.
     """
+    try:
+        _verify(path)
+    except OSError as error:
+        raise _cannot_be_read(path, error) from error
+
+
+def _verify(path: Path) -> None:
     if not path.is_dir():
         raise CheckpointError(f"{path} is no directory: name a checkpoint, for example checkpoints/step-100")
     manifest = _read_json(path / "manifest.json")

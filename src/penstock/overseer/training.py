@@ -32,6 +32,7 @@ from penstock.overseer.tasks import DirectTasks, SupervisedTasks
 from penstock.overseer.terminal import RunSummary, TerminalView
 from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, repair_logs
 from penstock.rundir import RunDirectory, read_json_lines
+from penstock.rundir.store_urls import is_remote, local_root
 from penstock.types import CheckpointError, ConfigError, PenstockError, RunDirectoryError
 from penstock.weights.shared_memory import free_abandoned
 
@@ -311,7 +312,7 @@ def open_log(
             log.damage(place, reason)
         if checkpoint is None:
             log.event("started_anew", reason=f"{directory.path} ended before its first checkpoint")
-        elif log.step and config.replay.store.url is None and config.replay.store.max_bytes is None:
+        elif log.step and not is_remote(config.replay.store.url) and config.replay.store.max_bytes is None:
             _note_missing(directory, config, log)
     return log
 
@@ -326,7 +327,7 @@ def _note_missing(directory: RunDirectory, config: "RunConfig | FleetRunConfig",
     if isinstance(config, RunConfig) and config.replay.from_rollouts is not None:
         del lost[folder]  # they are another run's
     for name, reason in lost.items():
-        path = directory.path / name
+        path = local_root(directory.path, config.replay.store.url) / name
         if next(path.glob("*.parquet"), None) is None:
             log.event("files_missing", path=str(path), reason=f"it is empty: {reason}")
 
@@ -360,7 +361,7 @@ def resume_point(directory: RunDirectory) -> tuple[int, Path | None, Damages]:
         damages.append((place, reason))
 
     path = newest_good_checkpoint(directory.checkpoints, note)
-    if path is None and (any(directory.checkpoints.glob("damaged-*")) or any(directory.batches.iterdir())):
+    if path is None and _has_trained(directory):
         raise RunDirectoryError(
             f"{directory.path} has no checkpoint that is whole, though it has trained: restore one from a copy, or "
             "start another run" + "".join(f"; {place} is damaged: {reason}" for place, reason in damages)
@@ -370,6 +371,12 @@ def resume_point(directory: RunDirectory) -> tuple[int, Path | None, Damages]:
     if path is not None:
         lineages.append(int(read_states(path)["run"]["lineage"]))
     return max(lineages) + 1, path, damages
+
+
+def _has_trained(directory: RunDirectory) -> bool:
+    """Whether anything but a checkpoint says so; batches may lie elsewhere, or be deleted."""
+    kept = any(directory.checkpoints.glob("damaged-*")) or any(directory.batches.iterdir())
+    return kept or any(row.get("step") for row in read_json_lines(directory.metrics_path))
 
 
 def _lineages_of_tickets(directory: RunDirectory) -> set[int]:

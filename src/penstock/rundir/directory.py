@@ -83,7 +83,7 @@ class RunDirectory:
         """Opens the directory of a run, running or dead.
 
         Raises:
-            RunDirectoryError: there is no run at `path`.
+            RunDirectoryError: there is no run at `path`, or a folder of it is missing and cannot be made.
         """
         directory = cls(path)
         if not directory.config_path.is_file():
@@ -91,8 +91,12 @@ class RunDirectory:
                 f"{directory.path} is not a run directory: it has no config.yaml; begin a run there with --run-dir "
                 "(run_dir in Python)"
             )
-        for folder in _FOLDERS:
-            (directory.path / folder).mkdir(exist_ok=True)
+        for path in (directory.path / folder for folder in _FOLDERS):
+            try:
+                path.mkdir(exist_ok=True)
+            except OSError as error:  # a link, say, to a disk that is not there
+                reason = "it is no folder, or a link to none" if os.path.lexists(path) else error.strerror
+                raise RunDirectoryError(f"{path} cannot be used: {reason}; restore it, and resume again") from error
         return directory
 
     def _refuse_if_taken(self) -> None:

@@ -29,7 +29,7 @@ from penstock.rundir.example_rows import EXAMPLE_SCHEMA
 from penstock.rundir.fragment_rows import FRAGMENT_SCHEMA
 from penstock.rundir.parquet import opened_parquet, replaced_names, schema_version
 from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA, records_from_batch, records_from_table, table_from_records
-from penstock.rundir.storage import LocalStorage, RemoteStorage, Storage
+from penstock.rundir.storage import LocalStorage, RemoteStorage, Storage, is_refused
 from penstock.rundir.store_urls import is_remote, local_root, url_problem
 from penstock.types import (
     ConfigError,
@@ -74,9 +74,10 @@ def opened_part(storage: Storage, name: str) -> Generator[pq.ParquetFile, None, 
             yield file
     except RunDirectoryError as error:
         folder = name.rpartition("/")[0]
-        raise RunDirectoryError(
-            f"{error}; restore it from a copy, or move it out of {folder}/: {_LOSS.get(folder, _LOST_GROUPS)}"
-        ) from error
+        remedy = f"restore it from a copy, or move it out of {folder}/: {_LOSS.get(folder, _LOST_GROUPS)}"
+        if is_refused(error):
+            remedy = "it is not damaged: see that it may be read, and try again"
+        raise RunDirectoryError(f"{error}; {remedy}") from error
 
 
 def read_live(
@@ -91,7 +92,8 @@ def read_live(
         storage: Where the folder is.
         folder: Its name.
         read: Takes an opened file and its name.
-        on_damage: Told of a file that cannot be read, which does not count then; None makes that an error.
+        on_damage: Told of a file that cannot be read, which does not count then; None makes that an error, as one that
+            is refused always is.
 
     Returns:
         What was read, by name, in the order of names.
@@ -114,7 +116,7 @@ def read_live(
                 except (FileNotFoundError, SchemaVersionError):
                     raise
                 except UNREADABLE as error:
-                    if on_damage is None:
+                    if on_damage is None or is_refused(error):
                         raise
                     damaged.add(name)
                     names.remove(name)
@@ -217,7 +219,20 @@ class RunFiles:
         except (OSError, pa.ArrowException, StoreError) as error:
             if self.vanished:
                 raise FilesVanished(f"files of the run changed while they were read: {error}") from error
-            raise RunDirectoryError(f"files of the run cannot be read: {error}") from error
+            reason = " ".join(str(error).split())
+            raise RunDirectoryError(self._first_damaged() or f"files of the run cannot be read: {reason}") from error
+
+    def _first_damaged(self) -> str:
+        """Which file a failed scan, which does not say, was about; empty where all can be read, or none is here."""
+        for path in self.paths if not is_remote(self.url) else ():
+            place = Path(path)
+            try:
+                with opened_part(LocalStorage(place.parent.parent), f"{place.parent.name}/{place.name}") as file:
+                    for _ in file.iter_batches():
+                        pass
+            except RunDirectoryError as error:
+                return str(error)
+        return ""
 
     def scan_rollouts(self, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
         """Some columns of all rollouts, at most so many rows at a time, file by file."""
@@ -359,7 +374,9 @@ def _dataset(filesystem: pafs.FileSystem, paths: list[str], schema: pa.Schema) -
 
     if not paths:
         return ds.dataset(schema.empty_table())
-    return ds.dataset(paths, schema=schema, format="parquet", filesystem=filesystem)
+    checked = ds.ParquetFragmentScanOptions(page_checksum_verification=True)  # or changed tokens are no error
+    parquet = ds.ParquetFileFormat(default_fragment_scan_options=checked)
+    return ds.dataset(paths, schema=schema, format=parquet, filesystem=filesystem)
 
 
 def _together(files: "ds.Dataset", tables: list[pa.Table]) -> "ds.Dataset":

@@ -74,6 +74,7 @@ LIFE_BEGINS = ("resume", "start")
 """Events with which a life of a run begins: a resume is told some moments before the start of its process's work."""
 LINKED = "is a link, and a run does not write through links: put the file itself there, or remove the link"
 _MOST_STATUS_BYTES = 16 << 20
+_REMEDY = "restore the file from a copy, or take that line out: the others can be read without it"
 _NOT_PLAIN = "is no plain file: put the log itself there, or remove it"
 
 
@@ -272,9 +273,9 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise RunDirectoryError(f"{path}, line {number} is not JSON: {error}") from error
+        raise RunDirectoryError(f"{path}, line {number} is not JSON: {error}; {_REMEDY}") from error
     if not isinstance(row, dict):
-        raise RunDirectoryError(f"{path}, line {number} is not a JSON object but a {type(row).__name__}")
+        raise RunDirectoryError(f"{path}, line {number} is not a JSON object but a {type(row).__name__}; {_REMEDY}")
     return row
 
 

@@ -72,6 +72,20 @@ def is_full_disk(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+_BUSY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EBUSY, errno.ESTALE, errno.ENETDOWN, errno.EHOSTUNREACH)
+
+
+def is_refused(error: BaseException | None) -> bool:
+    """Whether a file was not given to its reader, for want of rights or over a network: that is no damage of it."""
+    while error is not None:
+        if isinstance(error, PermissionError | ConnectionError | TimeoutError | BlockingIOError):
+            return True
+        if isinstance(error, OSError) and error.errno in _BUSY:
+            return True
+        error = error.__cause__
+    return False
+
+
 def keep_room(path: Path, size_bytes: int) -> None:
     """Makes sure that `write_into_kept_room` can write so much to `path`: in two files beside it, used in turn.
 

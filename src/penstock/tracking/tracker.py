@@ -23,6 +23,7 @@ import json
 import logging
 import os
 import re
+import struct
 import threading
 import time
 import uuid
@@ -57,15 +58,12 @@ class Tracker(Protocol):
 
 
 class ServiceConfig(BaseModel):
-    """Settings of one service, which make its tracker. A key of `TrackingConfig` is all that a new one needs besides.
-
-    Attributes:
-        label: The service's name for people.
-    """
+    """Settings of one service, which make its tracker. Besides, a new one needs a key of `TrackingConfig`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     label: ClassVar[str]
+    """The service's name for people."""
 
     @abstractmethod
     def open(self, run_dir: Path, run_config: Mapping[str, Any]) -> Tracker:
@@ -254,6 +252,8 @@ class TensorBoardConfig(ServiceConfig):
 class TensorBoardTracker:
     """Writes scalars and the text of sample conversations as TensorBoard event files.
 
+    In the caller's thread: that of tensorboardX's own writer ends at a full disk, and whoever logs then waits for ever.
+
     Args:
         directory: Where the event files go; made if missing.
 
@@ -263,26 +263,46 @@ class TensorBoardTracker:
 
     def __init__(self, directory: Path) -> None:
         with _extra("tensorboard", "tensorboardX"):
-            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+            from tensorboardX import event_file_writer, record_writer, summary  # pyright: ignore[reportMissingImports]
+        self._summary, self._event = summary, event_file_writer.event_pb2.Event
+        self._checksum = record_writer.masked_crc32c
+        name = f"events.out.tfevents.{time.time():.0f}.{uuid.uuid4().hex[:8]}"
         with _starting("tensorboard", "choose another tracking.tensorboard.directory"):
-            self._writer = SummaryWriter(logdir=str(directory))
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = (directory / name).open("ab", buffering=0)
+            self._append(file_version="brain.Event:2")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Writes one scalar per metric."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        self._append(*(self._summary.scalar(name, value) for name, value in metrics.items()), step=step)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes conversations as preformatted text under ``samples/<lesson>/<position>``, or ``eval_samples/…``."""
         for position, sample in enumerate(samples):
-            lines = [f"reward {sample['reward']:g}"]
-            lines += [f"{turn['role']}: {turn['content']}" for turn in sample["turns"]]
+            lines = [f"{turn['role']}: {turn['content']}" for turn in sample["turns"]]
+            lines.insert(0, f"reward {sample['reward']:g}")
             indented = "\n".join("    " + line for line in "\n".join(lines).splitlines())
-            self._writer.add_text(f"{_place_of(sample)}/{sample['lesson_id']}/{position}", indented, step)
+            name = f"{_place_of(sample)}/{sample['lesson_id']}/{position}"
+            self._append(self._summary.text(name, indented), step=step)
+
+    def _append(self, *summaries: Any, **fields: Any) -> None:
+        """All records or none: readers do not get past half a record."""
+        parts: list[bytes] = []
+        for summary in summaries or [None]:
+            record = self._event(summary=summary, wall_time=time.time(), **fields).SerializeToString()
+            for part in (struct.pack("<Q", len(record)), record):
+                parts += [part, struct.pack("<I", self._checksum(part))]
+        end, left = self._file.seek(0, os.SEEK_END), b"".join(parts)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            self._file.truncate(end)
+            raise
 
     def close(self) -> None:
-        """Writes out what is pending."""
-        self._writer.close()
+        """Closes the file."""
+        self._file.close()
 
 
 def _place_of(sample: Mapping[str, Any]) -> str:
@@ -333,16 +353,11 @@ class WandbTracker:
         self._wandb = wandb
         with _starting("wandb", "run `wandb login`, or set tracking.wandb.mode=offline"):
             self._run = wandb.init(
-                project=config.project,
-                entity=config.entity,
-                name=config.name or run_dir.name,
-                mode=config.mode,
-                id=_kept(run_dir / "wandb_id", lambda: uuid.uuid4().hex[:12]),
-                resume="allow",
-                dir=str(run_dir),
-                config=dict(run_config),
+                project=config.project, entity=config.entity, name=config.name or run_dir.name, mode=config.mode,
+                id=_kept(run_dir / "wandb_id", lambda: uuid.uuid4().hex[:12]), resume="allow",
+                dir=str(run_dir), config=dict(run_config),
                 settings=wandb.Settings(console="off", silent=True),  # the live view owns the terminal
-            )
+            )  # fmt: skip
         self._run.define_metric("*", step_metric="weight_step")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -353,15 +368,8 @@ class WandbTracker:
         """Logs conversations as a table, those of evaluations as another."""
         tables: dict[str, list[list[Any]]] = {}
         for sample in samples:
-            row = [
-                sample["weight_step"],
-                sample["rollout_id"],
-                sample["lesson_id"],
-                sample["reward"],
-                sample["finish_reason"],
-                "\n".join(f"{turn['role']}: {turn['content']}" for turn in sample["turns"]),
-            ]
-            tables.setdefault(_place_of(sample), []).append(row)
+            conversation = "\n".join(f"{turn['role']}: {turn['content']}" for turn in sample["turns"])
+            tables.setdefault(_place_of(sample), []).append([*(sample[name] for name in _COLUMNS[:-1]), conversation])
         made = {place: self._wandb.Table(columns=_COLUMNS, data=rows) for place, rows in tables.items()}
         self._run.log({**made, "weight_step": step})
 
@@ -414,14 +422,9 @@ class TrackioTracker:
             # in a context of its own: another run of this process keeps its own present one
             self._run = contextvars.copy_context().run(
                 trackio.init,
-                project=config.project,
-                name=name,
-                config=dict(run_config),
-                resume="allow" if begun else "never",
-                embed=False,
-                auto_log_cpu=False,
-                auto_log_gpu=False,
-            )
+                project=config.project, name=name, config=dict(run_config), resume="allow" if begun else "never",
+                embed=False, auto_log_cpu=False, auto_log_gpu=False,
+            )  # fmt: skip
         (run_dir / "trackio_run").write_text(name + "\n")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -471,11 +474,6 @@ class MlflowConfig(ServiceConfig):
         return MlflowTracker(self, run_dir, run_config)
 
 
-_MLFLOW_DEFAULTS = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",  # it would tell its makers of this use
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # a call to a server that is down would take four minutes
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-}
 _MLFLOW_BATCH, _MLFLOW_NAME, _MLFLOW_VALUE = 100, 250, 6000
 """Parameters of one call, and characters of names and values: MLflow refuses more."""
 
@@ -494,8 +492,6 @@ class MlflowTracker:
     """
 
     def __init__(self, config: MlflowConfig, run_dir: Path, run_config: Mapping[str, Any]) -> None:
-        for name, value in _MLFLOW_DEFAULTS.items():
-            os.environ.setdefault(name, value)
         with _extra("mlflow", "mlflow"):
             from mlflow import MlflowClient, entities  # pyright: ignore[reportMissingImports]
         for talkative in ("alembic", "mlflow"):  # of each table that a new store gets
@@ -505,8 +501,8 @@ class MlflowTracker:
         with _starting("mlflow", "correct tracking.mlflow.uri, or set tracking.mlflow to null"):
             self._client = MlflowClient(tracking_uri=uri)
             kept, name = run_dir / "mlflow_run_id", config.name or run_dir.name
-            begun = kept.exists()
-            self._run_id = _kept(kept, lambda: self._begin(_mlflow_experiment(self._client, config, uri), name))
+            begun = _read(kept) is not None
+            self._run_id = _kept(kept, lambda: _mlflow_run(self._client, config, uri, name))
             if begun:
                 self._client.update_run(self._run_id, status="RUNNING")
             else:
@@ -514,9 +510,6 @@ class MlflowTracker:
                 for start in range(0, len(settings), _MLFLOW_BATCH):
                     self._client.log_batch(self._run_id, params=settings[start : start + _MLFLOW_BATCH])
             self._client.log_text(self._run_id, json.dumps(run_config, indent=2), "config.json")
-
-    def _begin(self, experiment_id: str, name: str) -> str:
-        return self._client.create_run(experiment_id, run_name=name).info.run_id
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Logs metrics of the step; in their names, characters that MLflow refuses become underscores."""
@@ -536,14 +529,13 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id)
 
 
-def _mlflow_experiment(client: Any, config: MlflowConfig, uri: str) -> str:
-    """The experiment's id, which is made where it is missing; beside a file of SQLite, its artifacts lie there."""
+def _mlflow_run(client: Any, config: MlflowConfig, uri: str, name: str) -> str:
+    """A new run's id. Its experiment is made where it is missing; beside a file of SQLite, its artifacts lie there."""
     found = client.get_experiment_by_name(config.experiment)
-    if found is not None:
-        return found.experiment_id
     file = re.fullmatch(r"sqlite:///(.+)", uri)
     artifacts = (Path(file[1]).resolve().parent / "mlflow_artifacts").as_uri() if file else None
-    return client.create_experiment(config.experiment, artifact_location=artifacts)
+    place = found.experiment_id if found else client.create_experiment(config.experiment, artifact_location=artifacts)
+    return client.create_run(place, run_name=name).info.run_id
 
 
 def _mlflow_name(name: str) -> str:
@@ -560,7 +552,7 @@ def _settings_of(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[
 
 
 def _read(path: Path) -> str | None:
-    return path.read_text().strip() if path.exists() else None
+    return (path.read_text().strip() or None) if path.exists() else None  # empty: a killed life's, or of a full disk
 
 
 def _kept(path: Path, make: Callable[[], str]) -> str:
@@ -571,9 +563,19 @@ def _kept(path: Path, make: Callable[[], str]) -> str:
     return found
 
 
+_DEFAULTS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # it would tell its makers of this use
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # else a call takes four minutes
+    "WANDB_FINISH_TIMEOUT": "600", "WANDB_FINISH_TIMEOUT_RAISES": "true",  # no end came before the network was back
+}  # fmt: skip
+
+
 @contextlib.contextmanager
 def _extra(name: str, package: str) -> Iterator[None]:
-    """Around the import of what only one service needs."""
+    """Around the import of what only one service needs; what the environment says of it has our defaults."""
+    for variable, value in _DEFAULTS.items():
+        if variable.startswith(name.upper()):
+            os.environ.setdefault(variable, value)
     try:
         yield
     except ImportError as error:
@@ -593,8 +595,6 @@ def _starting(name: str, remedy: str) -> Iterator[None]:
         raise ConfigError(f"tracking.{name} could not start: {reason}; {remedy}") from error
 
 
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
+def _silent() -> contextlib.AbstractContextManager[object]:
     """Keeps a service from printing: the live view owns the terminal."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
+    return contextlib.redirect_stdout(io.StringIO())

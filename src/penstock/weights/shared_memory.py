@@ -503,7 +503,8 @@ def _nbytes(path: Path) -> int:
 
 
 def _remove(path: Path, lock: int) -> None:
-    _empty(path)
+    with suppress(FileNotFoundError):  # the system empties memory when a user logs out
+        _empty(path)
     (path / _LOCK).unlink(missing_ok=True)
     os.close(lock)
     try:
