@@ -9,6 +9,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -23,6 +24,7 @@ from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import differences, load_config, load_recorded_config
 from penstock.overseer.kind import PolicyKind
+from penstock.overseer.launch.host import logged
 from penstock.overseer.progress import Progress
 from penstock.overseer.run import Run, step_of
 from penstock.overseer.run_log import RunLog
@@ -334,11 +336,12 @@ def _note_missing(directory: RunDirectory, config: "RunConfig | FleetRunConfig",
 
 def oversee(run: Run, crew: ThreadGroup, quiet: bool) -> None:
     """Runs it to its end; closes the log. Memory that killed runs left on this machine is freed before."""
-    log, directory = run.log, run.tasks.settings.directory
+    log, directory, local = run.log, run.tasks.settings.directory, run.config.runtime == "local"
     try:
         for found in free_abandoned():
             log.event("memory_freed", path=str(found.path), bytes=found.nbytes)
-        Overseer(run, crew, directory, log, TerminalView(log.progress, quiet=quiet), run.config.overseer).run()
+        with logged(directory.path / "logs" / "run.jsonl", run.tasks.settings.lineage) if local else nullcontext():
+            Overseer(run, crew, directory, log, TerminalView(log.progress, quiet=quiet), run.config.overseer).run()
     except Exception as error:
         if directory.events_path.exists():
             error.add_note(f"the story is in {directory.events_path}")

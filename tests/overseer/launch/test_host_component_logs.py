@@ -3,11 +3,12 @@
 import logging
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from penstock.overseer.launch.host import ComponentLog
+from penstock.overseer.launch.host import ComponentLog, logged
 from penstock.rundir import read_events
 
 TALKER = """
@@ -78,3 +79,30 @@ def test_records_hold_their_level(tmp_path, level):
     (line,) = read_events(tmp_path / "x.jsonl")
     assert (line["level"], line["message"], line["incarnation"]) == (logging.getLevelName(level), "words 3", 4)
     assert "traceback" not in line
+
+
+def test_what_penstock_logs_in_a_run_of_one_process_is_kept_and_its_warnings_are_printed_still(tmp_path, capsys):
+    path, logger = tmp_path / "logs" / "run.jsonl", logging.getLogger("penstock")
+    handlers, level = list(logger.handlers), logger.level
+    with without_other_handlers(), logged(path, 2):
+        assert not path.parent.exists()  # a run that logs nothing has no folder for it
+        logging.getLogger("penstock.environments.x").info("printed by a reward")
+        logging.getLogger("elsewhere").info("not Penstock's")
+        logging.getLogger("penstock.environments.x").warning("few problems")
+    lines = list(read_events(path))
+    assert [(line["level"], line["message"], line["incarnation"]) for line in lines] == [
+        ("INFO", "printed by a reward", 2), ("WARNING", "few problems", 2),
+    ]  # fmt: skip
+    assert capsys.readouterr().err == "few problems\n"
+    assert (logger.handlers, logger.level) == (handlers, level)
+
+
+@contextmanager
+def without_other_handlers():
+    """As in a program that sets up no logging: pytest's own handlers would count as some."""
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    try:
+        yield
+    finally:
+        root.handlers = handlers

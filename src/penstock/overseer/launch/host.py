@@ -21,8 +21,9 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,18 +63,43 @@ def open_component_logs(directory: Path, identity: Identity) -> None:
     logging.captureWarnings(True)
 
 
+@contextmanager
+def logged(path: Path, life: int) -> Generator[None]:
+    """While it lasts, what Penstock logs goes into a file, too, such as the prints and tracebacks of reward functions.
+
+    Args:
+        path: Made by the first record.
+        life: Of the run, from 0; in every logged line.
+    """
+    file, logger = ComponentLog(path, life, lazily=True), logging.getLogger("penstock")
+    level, handlers = logger.level, list[logging.Handler]([file])
+    if not logger.hasHandlers() and logging.lastResort is not None:
+        handlers.append(logging.lastResort)  # which prints warnings only where there is no other
+    for handler in handlers:
+        logger.addHandler(handler)
+    logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        for handler in handlers:
+            logger.removeHandler(handler)
+        file.close()
+
+
 class ComponentLog(logging.Handler):
     """Writes log records as JSON lines.
 
     Args:
         path: The file.
         incarnation: Of the component that logs.
+        lazily: The file and its folder are made by the first record.
     """
 
-    def __init__(self, path: Path, incarnation: int) -> None:
+    def __init__(self, path: Path, incarnation: int, lazily: bool = False) -> None:
         super().__init__()
-        self._incarnation = incarnation
-        self._lines = JsonLinesLog(path)
+        self._path, self._incarnation = path, incarnation
+        self._lines = None if lazily else JsonLinesLog(path)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes one record; an error in doing so is printed."""
@@ -88,13 +114,17 @@ class ComponentLog(logging.Handler):
             }
             if record.exc_info and record.exc_info[1] is not None:
                 line["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
+            if self._lines is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._lines = JsonLinesLog(self._path)
             self._lines.append(line)
         except Exception:  # as every handler of the standard library
             self.handleError(record)
 
     def close(self) -> None:
         """Closes the file."""
-        self._lines.close()
+        if self._lines is not None:
+            self._lines.close()
         super().close()
 
 
