@@ -10,7 +10,14 @@ from penstock.types.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from penstock.batch import BatchMaker, DeadlineBatchMaker, GrpoBatchMaker, RecencyBatchMaker
     from penstock.curriculum import Curriculum
-    from penstock.environments import Environment, JsonlEnvironment, SingleTurnEnvironment
+    from penstock.environments import (
+        Environment,
+        Example,
+        JsonlEnvironment,
+        MultiTurnEnvironment,
+        SingleTurnEnvironment,
+        ToolEnvironment,
+    )
     from penstock.inference import EngineContext, InferenceEngine, ScriptedContext
     from penstock.learner import Learner
     from penstock.model.language import Decoder
@@ -28,21 +35,26 @@ if TYPE_CHECKING:
     from penstock.replay import ReplayBuffer, ReplayBufferConfig, ReplayDataLoader, RolloutStore, TicketIssuer
     from penstock.rollout import RolloutManager, RolloutWorker
     from penstock.text import Tokenizer
+    from penstock.types import ConfigError, PenstockError
     from penstock.weights import InProcessBroadcaster
 
 _EXPORTS = {
     "BatchMaker": "batch",
+    "ConfigError": "types",
     "Curriculum": "curriculum",
     "DeadlineBatchMaker": "batch",
     "Decoder": "model.language",
     "EngineContext": "inference",
     "Environment": "environments",
     "EvaluationReport": "overseer",
+    "Example": "environments",
     "GrpoBatchMaker": "batch",
     "InProcessBroadcaster": "weights",
     "InferenceEngine": "inference",
     "JsonlEnvironment": "environments",
     "Learner": "learner",
+    "MultiTurnEnvironment": "environments",
+    "PenstockError": "types",
     "RecencyBatchMaker": "batch",
     "ReplayBuffer": "replay",
     "ReplayBufferConfig": "replay",
@@ -56,6 +68,7 @@ _EXPORTS = {
     "SingleTurnEnvironment": "environments",
     "TicketIssuer": "replay",
     "Tokenizer": "text",
+    "ToolEnvironment": "environments",
     "Update": "overseer",
     "evaluate": "overseer",
     "generate": "overseer",
@@ -65,12 +78,12 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "BatchMaker", "Curriculum", "DeadlineBatchMaker", "Decoder", "EngineContext", "Environment",
-    "EvaluationReport", "GrpoBatchMaker", "InProcessBroadcaster", "InferenceEngine",
-    "JsonlEnvironment", "Learner", "RecencyBatchMaker", "ReplayBuffer", "ReplayBufferConfig",
+    "BatchMaker", "ConfigError", "Curriculum", "DeadlineBatchMaker", "Decoder", "EngineContext", "Environment",
+    "EvaluationReport", "Example", "GrpoBatchMaker", "InProcessBroadcaster", "InferenceEngine", "JsonlEnvironment",
+    "Learner", "MultiTurnEnvironment", "PenstockError", "RecencyBatchMaker", "ReplayBuffer", "ReplayBufferConfig",
     "ReplayDataLoader", "RolloutManager", "RolloutStore", "RolloutWorker", "RunConfig", "RunSummary",
-    "ScriptedContext", "SingleTurnEnvironment", "TicketIssuer", "Tokenizer", "Update", "evaluate", "generate",
-    "load_config", "train", "updates",
+    "ScriptedContext", "SingleTurnEnvironment", "TicketIssuer", "Tokenizer", "ToolEnvironment", "Update", "evaluate",
+    "generate", "load_config", "train", "updates",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)
