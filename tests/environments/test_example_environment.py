@@ -300,3 +300,42 @@ def test_an_environment_without_problems_by_number_says_so(policy, decoding):
         EnvironmentFailure, match=r"'endless' \(Endless\) was asked for problem \[3\]: .*sample_problems"
     ):
         Endless("endless").sample_problems(policy(echo), [3], 1, decoding, 0)
+
+
+class Long(SingleTurnEnvironment):
+    """Prompts of 1 to 1,000 characters; one cannot be made."""
+
+    broken = ""
+
+    def train_examples(self):
+        return [Example(f"p{length}", "x" * length) for length in range(1, 1001)]
+
+    def eval_examples(self):
+        return [Example(f"held-{number}", f"out {number}") for number in range(100)]
+
+    def shaped(self, example):
+        return {}[example.example_id] if example.example_id == self.broken else super().shaped(example)
+
+    def score(self, example, text, completion):
+        return 0.0
+
+
+def test_prompts_without_room_for_an_answer_are_told_before_a_run(caplog):
+    environment = Long("long")
+    environment.broken = "p5"
+    with caplog.at_level(logging.WARNING):
+        environment.check_prompts(CharacterTokenizer(), 1001)
+        assert caplog.text == ""
+        environment.check_prompts(CharacterTokenizer(), 900)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "environment long: 25 of 249 prompts looked at have 900 tokens or more (the longest, of problem 'p997', 997) "
+        "and leave no room for an answer, so that their groups fail: raise inference.max_seq_len, or drop them"
+    )
+
+
+def test_a_first_prompt_that_cannot_be_made_is_bad_input():
+    environment = Long("long")
+    environment.broken = "p1"
+    with pytest.raises(ConfigError, match=r"'long': making the prompt of 'p1' raised KeyError: 'p1' \(test_example_"):
+        environment.check_prompts(CharacterTokenizer(), 900)

@@ -163,8 +163,12 @@ class Environment(ABC):
             "remove learner.warm_start, or override reference_examples"
         )
 
-    def check_prompt(self, tokenizer: TextCodec) -> None:  # noqa: B027  (a hook: there may be no problems before asked)
-        """Renders one problem's prompt, before a run writes anything. To be replaced where problems are at hand.
+    def check_prompts(self, tokenizer: TextCodec, most_tokens: int) -> None:  # noqa: B027  (a hook: none may be known)
+        """Renders prompts before a run writes anything. To be replaced where problems are at hand.
+
+        Args:
+            tokenizer: The policy's, with its chat template.
+            most_tokens: Prompts of so many, or more, leave no room for an answer: they are warned of.
 
         Raises:
             ConfigError: the tokenizer has no chat template, or one that refuses the messages.

@@ -13,6 +13,7 @@ import logging
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, SupportsInt, TypeVar, get_args
@@ -28,6 +29,7 @@ from penstock.types import (
     InferenceContext,
     InvalidRolloutError,
     Mode,
+    PenstockError,
     ProblemSet,
     Rollout,
     RolloutGroup,
@@ -36,6 +38,7 @@ from penstock.types import (
     fold,
     generator,
 )
+from penstock.types.errors import errors_of_user_code
 
 T = TypeVar("T")
 
@@ -129,6 +132,9 @@ def split_by_hash(examples: Sequence[T], eval_fraction: float, identity: Callabl
 logger = logging.getLogger(__name__)
 
 Failure = EnvironmentFailure | InvalidRolloutError
+PROMPTS_MEASURED = 256
+"""Problems of an environment whose prompts are rendered before a run begins."""
+
 FAILURES = (EnvironmentFailure, InvalidRolloutError)
 """The same, for `except`."""
 
@@ -323,9 +329,26 @@ class ExampleEnvironment(Environment):
         return found[:n]
 
     @override
-    def check_prompt(self, tokenizer: TextCodec) -> None:
-        if type(self).sample is ExampleEnvironment.sample:
-            self._rendered(tokenizer, self._pools["train"][0])
+    def check_prompts(self, tokenizer: TextCodec, most_tokens: int) -> None:
+        if type(self).sample is not ExampleEnvironment.sample:
+            return
+        pool, lengths = self._pools["train"], dict[str, int]()
+        for number in range(0, len(pool), -(-len(pool) // PROMPTS_MEASURED)):
+            problem = pool[number]
+            told = f"environment {self.name!r}: making the prompt of {problem.example_id!r} raised"
+            with (
+                nullcontext() if number == 0 else suppress(PenstockError),  # a row's own mistake fails its group alone
+                errors_of_user_code(ConfigError, told),
+            ):
+                lengths[problem.example_id] = len(self._rendered(tokenizer, problem)[1])
+        long = {example_id: length for example_id, length in lengths.items() if length >= most_tokens}
+        if long:
+            longest = max(long, key=lambda example_id: long[example_id])
+            logger.warning(
+                "environment %s: %d of %d prompts looked at have %d tokens or more (the longest, of problem %r, %d) "
+                "and leave no room for an answer, so that their groups fail: raise inference.max_seq_len, or drop them",
+                self.name, len(long), len(lengths), most_tokens, longest, long[longest],
+            )  # fmt: skip
 
     @cached_property
     def _training_set(self) -> ProblemSet:

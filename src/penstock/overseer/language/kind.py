@@ -349,10 +349,10 @@ class LanguageKind:
         check_with_model(config, shape)
 
     def _tokenizer(self, config: RunConfig) -> Tokenizer:
-        """The policy's, which a prompt of each lesson was tried with."""
+        """The policy's, which prompts of each lesson were tried with."""
         tokenizer = Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs)
         for environment in self._environments.values():
-            environment.check_prompt(tokenizer)
+            environment.check_prompts(tokenizer, config.inference.max_seq_len)
         return tokenizer
 
     def begin(self, config: RunConfig) -> RunStart:
