@@ -1,7 +1,10 @@
+import time
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from penstock.inference import scheduler
+from penstock.inference import meter, scheduler, sequence
 from penstock.inference.meter import LATENCY_BOUNDS_S, ThroughputMeter
 from penstock.inference.sequence import GenerationRequest, PendingRequest, Response
 from penstock.types import Decoding
@@ -9,8 +12,11 @@ from penstock.types import Decoding
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of these modules alone: an event loop of the process that looks at it meanwhile would wait for long."""
     clock = [100.0]
-    monkeypatch.setattr(scheduler.time, "monotonic", lambda: clock[0])
+    own = SimpleNamespace(**vars(time) | {"monotonic": lambda: clock[0]})
+    for module in (meter, scheduler, sequence):
+        monkeypatch.setattr(module, "time", own)
     return clock
 
 

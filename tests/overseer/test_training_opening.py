@@ -91,7 +91,7 @@ def test_nothing_is_missing_of_a_whole_run(run_dir: Path):
 
 @pytest.mark.attack
 def test_a_last_evaluation_without_a_result_fails_the_run_and_keeps_what_was_trained(run_dir: Path):
-    with pytest.raises(RunFailed, match="last evaluation of cats has no result: .*the verifier is away; .*--resume"):
+    with pytest.raises(RunFailed, match="last evaluation of cats has no result: .*the verifier is away .*; .*--resume"):
         train(with_environment("UnverifiableEnvironment"), run_dir, quiet=True)
     assert read_status(run_dir / "status.json")["state"] == "failed"
     assert (run_dir / "checkpoints" / "step-3").is_dir()
