@@ -5,6 +5,7 @@ import socket
 import ssl
 import sys
 import threading
+import time
 import types
 from contextlib import suppress
 from urllib.parse import urlsplit
@@ -140,6 +141,24 @@ def test_a_server_that_does_not_stop_says_where_it_stands(monkeypatch):
         monkeypatch.undo()
         leave.set()
         server.stop()
+
+
+def test_a_server_stops_though_it_sleeps_by_a_clock_that_was_set_back(monkeypatch):
+    async def app(scope, receive, send):
+        raise AssertionError("nobody asks")
+
+    server, looked = HttpServer(app, stop_timeout_s=1.0), threading.Event()
+    server.start()
+
+    def back() -> float:
+        looked.set()
+        return 0.0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "monotonic", back)
+        server._server.wake()
+        assert looked.wait(WAIT_S)
+    server.stop()
 
 
 def test_a_server_that_cannot_start_says_why(served_engine, codec, monkeypatch):

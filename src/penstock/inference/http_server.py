@@ -7,6 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import uvicorn
@@ -112,6 +113,7 @@ class HttpServer:
             NoProgressError: it did not end in time; the message says where its thread stands.
         """
         self._server.should_exit = True
+        self._server.wake()
         if self._thread.ident is not None:
             limit_s = self._stop_timeout_s + CLOSE_S  # uvicorn cancels requests at the limit, then closes
             self._thread.join(limit_s)
@@ -138,10 +140,18 @@ class _AnnouncingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, accepting: Callable[[], None]) -> None:
         super().__init__(config)
         self._accepting = accepting
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def wake(self) -> None:
+        """Has the event loop look at the clock again: it may have gone to sleep by one that was set back meanwhile."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it is closed already
+                self._loop.call_soon_threadsafe(lambda: None)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Like uvicorn's own, which would give a TLS handshake a minute."""
-        loop, config = asyncio.get_running_loop(), self.config
+        self._loop = loop = asyncio.get_running_loop()
+        config = self.config
         self.servers = [
             await loop.create_server(
                 lambda: BoundedConnection(config, self.server_state, {}),
