@@ -25,7 +25,7 @@ from penstock.types import ConfigError, NoProgressError, RunFailed
 MOST_PENDING = 1024
 """Connections that wait to be accepted."""
 
-CLOSE_S = 20.0
+CLOSE_S = 5.0
 """The thread may take so long to end after open requests were cancelled."""
 
 CHECK_EVERY = 5
