@@ -81,6 +81,7 @@ def test_recipes_lists_each_with_its_first_comment(penstock):
         (UnreachableError("nobody answers"), 1, "penstock: nobody answers"),
         (MismatchError("they differ"), 1, "penstock: the run failed: they differ"),
         (ZeroDivisionError("by zero"), 1, "penstock: unexpected ZeroDivisionError: by zero (PENSTOCK_TRACEBACK=1"),
+        (PermissionError(13, "Permission denied", "a/b"), 1, "penstock: a/b: Permission denied (PENSTOCK_TRACEBACK=1"),
         (Stopped("the engine"), 130, "penstock: stopped: the engine"),
         (KeyboardInterrupt(), 130, ""),
     ],

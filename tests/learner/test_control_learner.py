@@ -37,7 +37,7 @@ from penstock.types import (
 )
 
 FAST = ControlOptimizerConfig(learning_rate=1e-2)
-SMALL = PpoConfig(epochs=2, minibatches=2, optimizer=FAST)
+SMALL = PpoConfig(reward_scale=1.0, epochs=2, minibatches=2, optimizer=FAST)
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,10 @@ def _explained(error: Exception) -> tuple[str, int]:
     if usage is not None:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "penstock"
-        return f"{_one_line(usage())} (see {command} --help)", 2
+        line = _one_line(usage())
+        if "=" in line and context is not None and any("--set" in option.opts for option in context.command.params):
+            line += " Changes are given by --set KEY=VALUE"
+        return f"{line} (see {command} --help)", 2
     notes = [note for note in getattr(error, "__notes__", []) if "JAX has removed its internal frames" not in note]
     message = _one_line("; ".join([str(error), *notes]))
     if isinstance(error, ConfigError | CheckpointError | SchemaVersionError):
@@ -127,6 +130,9 @@ def _explained(error: Exception) -> tuple[str, int]:
         return f"the run failed: {message}", 1
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"{_one_line(str(error.filename))} is no path: its name is longer than a file's may be", 2
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        what = f"{error.filename}: {error.strerror}"
+        return f"{_one_line(what)} (PENSTOCK_TRACEBACK=1 shows where)", 1
     return f"unexpected {type(error).__name__}: {message} (PENSTOCK_TRACEBACK=1 shows where)", 1
 
 

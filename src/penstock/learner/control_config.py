@@ -95,10 +95,10 @@ class PpoConfig(FrozenConfig, frozen=True):
     Attributes:
         discount: γ.
         gae_lambda: λ of GAE and of V-trace.
-        reward_scale: Rewards are multiplied by this for the learner alone, so that returns come to some ones or tens:
-            else the loss of values drowns that of the policy. Values are in these units, statistics in the simulator's.
-            ``auto``: by the inverse root mean square of the discounted returns inside all fragments so far, those of
-            the update included.
+        reward_scale: Rewards are multiplied by this for the learner alone, so that the loss of values does not drown
+            that of the policy. ``auto``: the inverse root mean square of the discounted returns inside all fragments
+            so far, those of the update included. A number should bring returns to some ones or tens. Values are in
+            these units, statistics in the simulator's.
         clip: The ratio is clipped at 1 ± this.
         dual_clip: Lower bound of the surrogate where the advantage is negative, as a multiple of it; None: unbounded.
         value_clip: Values may move by this much in an update before their gradient ends; it is in the units of
@@ -125,7 +125,7 @@ class PpoConfig(FrozenConfig, frozen=True):
 
     discount: float = Field(default=0.99, ge=0, le=1)
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    reward_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["auto"] = 1.0
+    reward_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["auto"] = "auto"
     clip: float = Field(default=0.2, gt=0, lt=1)
     dual_clip: float | None = Field(default=None, gt=1)
     value_clip: float | None = Field(default=None, gt=0)

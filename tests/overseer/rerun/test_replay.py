@@ -232,6 +232,12 @@ def test_bad_input_is_one_line_and_exit_code_2(runs: Path, capsys, arguments: li
     assert capsys.readouterr().err.startswith("penstock: " + message.format(run=run_dir))
 
 
+def test_a_change_without_its_option_is_told_the_option(capsys):
+    assert cli.main(["replay", "run", "learner.clip=0.1", "--step", "3"]) == 2
+    line = capsys.readouterr().err
+    assert "learner.clip=0.1" in line and "Changes are given by --set KEY=VALUE (see penstock replay --help)" in line
+
+
 def test_dropping_everything_leaves_no_update(runs: Path):
     with pytest.raises(ConfigError, match="--drop names every rollout of update 3: leave one in it at least"):
         replay_updates(runs / "sync", 3, drop=list(advantages(runs / "sync", 3)))
