@@ -382,6 +382,7 @@ class RunViews:
 
         Raises:
             ConfigError: it is another kind of statement, or DuckDB cannot answer it.
+            RunDirectoryError: a file that it reads is damaged.
         """
         return self.look(lambda: self._answer(sql, parameters, limit))
 
@@ -405,7 +406,10 @@ class RunViews:
                 raise ConfigError("the query was ended before it had its answer: take fewer rows or columns") from error
             if isinstance(error, duckdb.OutOfMemoryException):  # DuckDB's own advice is on settings that are locked
                 raise ConfigError("the query needs more memory than there is: take fewer rows or columns") from error
-            raise ConfigError(f"the query cannot be answered: {_without_excerpt(str(error))}") from error
+            reason = _without_excerpt(str(error))
+            if "IOError" in reason and (damaged := self.files.first_damaged()):  # as Arrow says
+                raise RunDirectoryError(damaged) from error
+            raise ConfigError(f"the query cannot be answered: {reason}") from error
 
     def _check(self, sql: str) -> None:
         if not _is_unicode(sql):
