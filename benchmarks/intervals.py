@@ -119,8 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
         wrong = called_different(rate, problems, options.evaluations, rng)
         print(f"  {name:42}  {wrong:6.1%}")
         marks.at_most(f"{name}: called different, %", 100 * wrong, 5)
-    print("\n".join(marks.lines))
-    return int(marks.missed > 0)
+    return marks.report()
 
 
 if __name__ == "__main__":

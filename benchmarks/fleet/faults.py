@@ -326,8 +326,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := sorted(set(names) - set(EVERY)):
         parser.error(f"--only names {', '.join(unknown)}; known are {', '.join(EVERY)}")
     run_all(marks, options.seconds, names)
-    print("\nMarks\n" + "\n".join(marks.lines))
-    return 1 if marks.missed else 0
+    return marks.report("\nMarks\n")
 
 
 if __name__ == "__main__":
