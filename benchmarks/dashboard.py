@@ -441,8 +441,7 @@ def measure_pace(folder: Path, cache: Path, rounds: int, seconds: float, tiny: b
     print(f"the dashboard took {share:.1f} ms of the processor a second, of {os.cpu_count()} cores")
     marks = Marks()
     marks.at_most("updates per second lost to an open page, %", slower, 1.0)
-    print("\n".join(marks.lines))
-    return int(marks.missed > 0)
+    return marks.report()
 
 
 def lost_percent(times: list[tuple[float, float]]) -> tuple[float, float]:
@@ -503,8 +502,7 @@ def measure(run: Path, cache: Path, options: argparse.Namespace) -> int:
         marks.at_most("first curve after the visit began, s", seen[0], 1.0)
         marks.at_most("longest frame while scrolling, ms", seen[1], 50)
     marks.at_most("largest resident memory of the server, MB", most_bytes / 1e6, 400)
-    print("\n".join(marks.lines))
-    return int(marks.missed > 0)
+    return marks.report()
 
 
 if __name__ == "__main__":

@@ -193,8 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
                     run_dir = Path(folder) / f"{number}-{at}"
                     runs[name].append(measure(name, case_name, options.steps + WARM_UP, options.trl_python, run_dir))
         console.print(compare(case_name, runs, marks))
-    print("\nMarks\n" + "\n".join(marks.lines))
-    return 1 if marks.missed else 0
+    return marks.report("\nMarks\n")
 
 
 if __name__ == "__main__":

@@ -339,8 +339,7 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"\n{name}: rewards {_list(theirs)}, Penstock's {_list(ours)}")
             print(f"  {between:.4f} apart; of equal runs at most {noise:.4f} nineteen times in twenty")
             marks.at_most(f"{name}: 1,000 times how far rewards are apart", 1e3 * between, 1e3 * noise)
-    print("\n" + "\n".join(marks.lines), flush=True)
-    return 1 if marks.missed else 0
+    return marks.report("\n")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import numpy as np
 from benchmarks.campaign import Outcomes
 from benchmarks.external import CHECKPOINT, descendants
 from benchmarks.marks import Marks
+from benchmarks.scale.counting import cpu_seconds
 
 PROMPT_TOKENS, ANSWER_TOKENS = 16, 64
 """Of the loads of equal lengths."""
@@ -65,7 +66,6 @@ QUIET_S, LIMIT_S = 0.1, 1800.0
 """They have ended when they took nothing for so long; the longest wait, for an answer as well."""
 CHECKED_TOKENS = 8
 """Of an answer at temperature 0, which all sides must give alike in float32."""
-CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Round(NamedTuple):
@@ -156,7 +156,7 @@ class Side:
     @property
     def processor_s(self) -> float:
         """Of the process and of all that it started and that live."""
-        return sum(map(_processor_s, (self._process.pid, *descendants(self._process.pid))))
+        return sum(map(cpu_seconds, (self._process.pid, *descendants(self._process.pid))))
 
     def end(self) -> None:
         """Ends it, and waits for that."""
@@ -173,14 +173,6 @@ class Side:
             ended = f"{' '.join(self._command)} ended with {self._process.returncode}:"
             raise SystemExit("\n".join([ended, *last]))
         return json.loads(line)
-
-
-def _processor_s(pid: int) -> float:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it has ended meanwhile
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
 
 def sides_of(options: argparse.Namespace, folder: Path, dtype: str) -> dict[str, Side]:
@@ -324,8 +316,7 @@ def compare(options: argparse.Namespace) -> int:
         raise SystemExit(f"{options.model} holds no model; make {CHECKPOINT}/config.json makes the default one")
     marks = Marks()
     print("\n".join(show(measure(options), rounds_of(options), marks)))
-    print("\nMarks\n" + "\n".join(marks.lines))
-    return 1 if marks.missed else 0
+    return marks.report("\nMarks\n")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -77,8 +77,7 @@ def main() -> None:
     marks = Marks()
     for name in arguments.cases:
         compare(name, CASES[name], arguments, marks)
-    print("\n".join(marks.lines))
-    sys.exit(1 if marks.missed else 0)
+    sys.exit(marks.report())
 
 
 def parse() -> argparse.Namespace:

@@ -11,11 +11,21 @@ class Marks:
     missed: int = 0
 
     def at_most(self, name: str, found: float, limit: float) -> None:
-        self._add(name, found, f"at most {limit:g}", found <= limit)
+        self._compare(name, found, f"at most {limit:g}", found <= limit)
 
     def at_least(self, name: str, found: float, limit: float) -> None:
-        self._add(name, found, f"at least {limit:g}", found >= limit)
+        self._compare(name, found, f"at least {limit:g}", found >= limit)
 
-    def _add(self, name: str, found: float, wanted: str, reached: bool) -> None:
+    def add(self, name: str, found: str, reached: bool) -> None:
+        """A mark that words describe."""
+        self.lines.append(f"  {name:<52} {'reached' if reached else 'MISSED':<8} {found}")
+        self.missed += not reached
+
+    def report(self, title: str = "") -> int:
+        """Prints the lines; returns the exit status."""
+        print(title + "\n".join(self.lines), flush=True)
+        return 1 if self.missed else 0
+
+    def _compare(self, name: str, found: float, wanted: str, reached: bool) -> None:
         self.lines.append(f"  {name:<58}{found:>8.2f}  {wanted:<13} {'reached' if reached else 'MISSED'}")
         self.missed += not reached

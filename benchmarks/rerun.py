@@ -179,8 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             marks.at_least("workers killed and started again", restarts(folder), 1)
             check_losses(folder, options.updates // 2, marks)
             check_gone(folder, marks)
-    print("\nMarks\n" + "\n".join(marks.lines))
-    return 1 if marks.missed else 0
+    return marks.report("\nMarks\n")
 
 
 if __name__ == "__main__":

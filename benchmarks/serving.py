@@ -262,8 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"  between events        {quantiles(found.gaps_s)}\n\nMarks"
     )
     marks = judged(found, options, free, again)
-    print("\n".join(marks.lines))
-    return 1 if marks.missed else 0
+    return marks.report()
 
 
 if __name__ == "__main__":

@@ -61,8 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         each = ", ".join(f"{run.seconds:.1f} s (reward {run.reward:.3f}, skipped {run.skipped:.0%})" for run in runs)
         print(f"  {name:<28}{totals[everything]:7.1f} s  {each}")
     marks.at_least("share of the learner's seconds that is saved", 1 - totals[False] / totals[True], options.least)
-    print("\n".join(marks.lines))
-    return 1 if marks.missed else 0
+    return marks.report()
 
 
 if __name__ == "__main__":

@@ -116,8 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     marks = Marks()
     longest = max(outcome["processor_s"] for each in found.values() for outcome in each)
     marks.at_most("processor seconds of the longest run", longest, LONGEST_S)
-    print("\n".join(marks.lines))
-    return 1 if marks.missed else 0
+    return marks.report()
 
 
 if __name__ == "__main__":

@@ -139,9 +139,10 @@ def make_examples() -> tuple[RLExample, ...]:
     )
 
 
-def matrix_product_rate(size: int = 1024) -> float:
+def matrix_product_rate() -> float:
     """FLOP/s of a float32 product on all cores, the best of several."""
     multiply = jax.jit(lambda a: a @ a)
+    size = 1024
     matrix = jnp.ones((size, size))
     return 2 * size**3 / min(timings(lambda: multiply(matrix), 50)["wall"])
 

@@ -273,8 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind, hits in found.items():
         marks.at_least(f"{kind}: share of updates with it among its {MOST}", statistics.fmean(hits), 0.9)
     marks.at_least("cosine of what --drop changes and what was predicted", min(cosines), 0.9)
-    print("\n".join(marks.lines))
-    return 1 if marks.missed else 0
+    return marks.report()
 
 
 if __name__ == "__main__":

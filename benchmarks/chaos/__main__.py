@@ -31,6 +31,7 @@ from benchmarks.chaos.schedule import KINDS, Fault, make_schedule
 from benchmarks.chaos.slow_network import Proxy, free_port
 from benchmarks.chaos.small_disk import SmallDisk
 from benchmarks.chaos.watching import Effect, RunEnded, Watch
+from benchmarks.marks import Marks
 from penstock.overseer import RunConfig
 from penstock.rundir import RunDirectory
 from penstock.types import PenstockError
@@ -156,7 +157,7 @@ class Chaos:
 
 def main(arguments: list[str] | None = None) -> int:
     """See the module."""
-    options, marks = parse(arguments), reporting.Marks()
+    options, marks = parse(arguments), Marks()
     options.out = options.out or Path("runs") / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.unlink(missing_ok=True)
@@ -172,11 +173,10 @@ def main(arguments: list[str] | None = None) -> int:
             outcome = reward_run.misbehave(scratch / "rewards", options.updates, options.more_minutes * 60)
             reward_run.add_marks(outcome, marks)
             print(", ".join(f"{kind} {count}" for kind, count in outcome.done.items()))
-    print("\nMarks\n" + "\n".join(marks.lines))
-    return 1 if marks.missed else 0
+    return marks.report("\nMarks\n")
 
 
-def survive(options: argparse.Namespace, scratch: Path, marks: reporting.Marks) -> None:
+def survive(options: argparse.Namespace, scratch: Path, marks: Marks) -> None:
     """The first part."""
     with SmallDisk(scratch / "disk", 128 + int(32 * options.minutes)) as disk:
         with SmallDisk(disk.folder / "run" / "checkpoints", CHECKPOINTS_MIB) as checkpoints:
@@ -219,7 +219,7 @@ def run_it(options: argparse.Namespace, scratch: Path, disk: SmallDisk, checkpoi
     return chaos.story, failure, audit, config, run.directory
 
 
-def print_marks(options: argparse.Namespace, marks: reporting.Marks, story: Story, failure: str) -> None:
+def print_marks(options: argparse.Namespace, marks: Marks, story: Story, failure: str) -> None:
     """Of the faults."""
     found = reporting.rows(story.effects)
     print(f"\n{len(story.effects)} faults in {story.minutes:.1f} minutes\n" + reporting.table(found))
@@ -245,7 +245,7 @@ def named(effect: Effect) -> bool:
     return any("ran out of memory" in told for told in effect.events)
 
 
-def print_audit(options: argparse.Namespace, marks: reporting.Marks, audit: auditing.Audit, config, directory) -> None:
+def print_audit(options: argparse.Namespace, marks: Marks, audit: auditing.Audit, config, directory) -> None:
     """Of the files and the policy."""
     marks.add("the files can be read", audit.unreadable, not audit.unreadable)
     books = audit.books

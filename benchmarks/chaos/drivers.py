@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.chaos.invariants import violations
-from benchmarks.chaos.reporting import Marks
+from benchmarks.marks import Marks
 from penstock.learner.checkpoints import latest_checkpoint
 from penstock.rundir import RunDirectory, read_events, read_status
 

@@ -1,23 +1,10 @@
-"""What is printed: a line for every fault, a table by kind, and the marks."""
+"""What is printed: a line for every fault, and a table by kind."""
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from benchmarks.chaos.watching import Effect
-
-
-@dataclass
-class Marks:
-    """What was promised, and what was found."""
-
-    lines: list[str] = field(default_factory=list)
-    missed: int = 0
-
-    def add(self, name: str, found: str, reached: bool) -> None:
-        """One mark."""
-        self.lines.append(f"  {name:<52} {'reached' if reached else 'MISSED':<8} {found}")
-        self.missed += not reached
 
 
 def line(effect: Effect) -> str:

@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks.chaos import misbehaving
 from benchmarks.chaos.invariants import violations
-from benchmarks.chaos.reporting import Marks
+from benchmarks.marks import Marks
 from penstock.rundir import RunDirectory, read_parquet
 
 GROUPS, SIZE = 8, 4

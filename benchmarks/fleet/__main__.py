@@ -163,8 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     print_networks(options.seconds / 2)
     if options.faults:
         faults.run_all(marks, options.seconds)
-    print("\nMarks\n" + "\n".join(marks.lines))
-    return 1 if marks.missed else 0
+    return marks.report("\nMarks\n")
 
 
 if __name__ == "__main__":

@@ -288,13 +288,13 @@ def _print(name: str, share: float, respawn_s: float | None, faults: int, words:
         print(f"    {problem}")
 
 
-def kill_actor(marks: Marks, seconds: float, envs: int = ACTOR_ENVS) -> None:
+def kill_actor(marks: Marks, seconds: float) -> None:
     """The fault that needs Ray: a line of the table, and its marks."""
     if not actors.ray_is_installed():
         print(f"  {ACTOR}: needs Ray, skipped", flush=True)
         return
     with tempfile.TemporaryDirectory(prefix="fleet-faults-") as folder:
-        found = actors.inflict(seconds, envs, Path(folder) / "run")
+        found = actors.inflict(seconds, ACTOR_ENVS, Path(folder) / "run")
     _print(ACTOR, found.share, found.respawn_s, found.lives.faults, found.words, found.wrong)
     add_actor_marks(marks, found)
 
@@ -326,8 +326,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := sorted(set(names) - set(EVERY)):
         parser.error(f"--only names {', '.join(unknown)}; known are {', '.join(EVERY)}")
     run_all(marks, options.seconds, names)
-    print("\nMarks\n" + "\n".join(marks.lines))
-    return 1 if marks.missed else 0
+    return marks.report("\nMarks\n")
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ FRAME, SLOTS, SIDE, FEATURES, ACTIONS = (84, 84, 4), 32, 1024, 512, 6
 _LAYERS = ((8, 4, 32), (4, 2, 64), (3, 1, 64))  # size, stride, channels (Mnih et al. 2015)
 
 
-def nature_flops(high: int = FRAME[0], wide: int = FRAME[1], channels: int = FRAME[2]) -> int:
+def nature_flops() -> int:
     """Additions and multiplications of one decision: convolutions, dense layer, heads."""
-    total = 0
+    total, (high, wide, channels) = 0, FRAME
     for size, stride, outputs in _LAYERS:
         high, wide = (high - size) // stride + 1, (wide - size) // stride + 1
         total += 2 * high * wide * outputs * size * size * channels

@@ -159,8 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     measure_rates(options, 256, options.sizes, marks)
     gc.collect()
     measure_peers(options, marks)
-    print("\nMarks\n" + "\n".join(marks.lines))
-    return 1 if marks.missed else 0
+    return marks.report("\nMarks\n")
 
 
 if __name__ == "__main__":

@@ -79,8 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{config.streams} streams, messages of {config.chunk_bytes / 1024**2:g} MiB")
     measure_transports(options, marks)
     measure_deltas(options, marks)
-    print("\nMarks\n" + "\n".join(marks.lines))
-    return 1 if marks.missed else 0
+    return marks.report("\nMarks\n")
 
 
 if __name__ == "__main__":

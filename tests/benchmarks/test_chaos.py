@@ -30,6 +30,7 @@ from benchmarks.chaos import (
 from benchmarks.chaos.schedule import KINDS, LONGEST_CALM_S, make_schedule
 from benchmarks.chaos.slow_network import CLEAR, Proxy, Weather
 from benchmarks.chaos.watching import Effect, in_words
+from benchmarks.marks import Marks
 
 from penstock.replay import History, LoggedFate
 from penstock.replay.history import SealedRollout
@@ -328,7 +329,7 @@ def test_a_fault_is_told_in_a_line_with_what_the_overseer_said_of_it():
 
 
 def test_missed_marks_are_counted():
-    marks = reporting.Marks()
+    marks = Marks()
     marks.add("one", "fine", True)
     marks.add("two", "3 s", False)
     assert marks.missed == 1 and "MISSED   3 s" in marks.lines[1]

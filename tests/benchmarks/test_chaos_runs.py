@@ -5,7 +5,8 @@ import re
 
 import pytest
 from benchmarks.chaos import __main__ as benchmark
-from benchmarks.chaos import drivers, reporting, reward_run
+from benchmarks.chaos import drivers, reward_run
+from benchmarks.marks import Marks
 
 pytestmark = pytest.mark.attack
 
@@ -28,7 +29,7 @@ def test_a_run_survives_ninety_seconds_of_faults(tmp_path, capsys):
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_two_runs_side_by_side_lose_their_clusters_are_hung_up_on_and_do_not_touch_each_other(tmp_path):
-    marks, kinds = reporting.Marks(), ["kill control service", "hang up driver"]
+    marks, kinds = Marks(), ["kill control service", "hang up driver"]
     lives = drivers.endure(tmp_path / "drivers", 3, 1, 90.0, marks, kinds)
     assert marks.missed == 0, "\n".join(marks.lines)
     assert sorted(life.kind for life in lives) == sorted([*kinds, "terminate driver"] * 2)
@@ -51,7 +52,7 @@ def test_a_disk_that_fills_inside_a_checkpoint_and_memory_that_runs_out_are_surv
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_a_reward_function_that_misbehaves_in_every_way_costs_its_groups_and_nobody_elses(tmp_path):
-    marks, outcome = reporting.Marks(), reward_run.misbehave(tmp_path / "rewards", 12, 300.0)
+    marks, outcome = Marks(), reward_run.misbehave(tmp_path / "rewards", 12, 300.0)
     reward_run.add_marks(outcome, marks)
     assert marks.missed == 0, "\n".join(marks.lines)
     assert outcome.rollouts >= 12 * reward_run.GROUPS * reward_run.SIZE and outcome.wrong == []

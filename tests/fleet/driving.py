@@ -61,9 +61,9 @@ class Driver:
         for slot in slots.tolist():
             self.acted[slot] += 1
 
-    def run_until(self, reached: Callable[[], bool], timeout_s: float = 20.0, act: bool = True) -> None:
+    def run_until(self, reached: Callable[[], bool], act: bool = True) -> None:
         """Gathers and acts."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + 20.0
         while not reached():
             assert time.monotonic() < deadline_s, self.pool.counts()
             self.gather(0.2)

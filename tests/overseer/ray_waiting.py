@@ -6,9 +6,9 @@ from typing import Any
 from penstock.overseer.supervisor.messages import Membership, Report
 
 
-def running(handle: Any, view: Membership | None = None, timeout_s: float = 60.0) -> Report:
+def running(handle: Any, view: Membership | None = None) -> Report:
     """Beats until the component is made; one beat when it is already."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + 60.0
     while True:
         report = handle.beat(view or Membership(), 0).result(max(0.1, deadline - time.monotonic()))
         if report.condition.state != "starting":

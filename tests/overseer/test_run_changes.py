@@ -50,10 +50,10 @@ class Gate:
         sample_batch = RolloutManager.sample_batch
 
         def held(manager: RolloutManager, *args: Any, group_ids: Any = None, **more: Any) -> Any:
-            if group_ids is not None:
+            if isinstance(group_ids, list):  # an evaluation gives a prefix
                 self.begun.extend(group_ids)
             outcome = sample_batch(manager, *args, group_ids=group_ids, **more)
-            if group_ids is not None and is_by(worker, args) and not self._open.is_set():
+            if isinstance(group_ids, list) and is_by(worker, args) and not self._open.is_set():
                 self.held.extend(group_ids)
                 self._open.wait(LIMIT_S)
             return outcome

@@ -128,7 +128,7 @@ class ThreadLauncher:
         self.handles: dict[Identity, ThreadHandle] = {}
         self.settings: dict[Identity, Mapping[str, Any]] = {}
         self.room: int | None = None
-        self._refused: dict[str, int] = {}
+        self._refused: set[str] = set()
 
     def spawn(
         self, identity: Identity, factory: Factory, settings: Mapping[str, Any], resources: RoleConfig, view: Membership
@@ -136,8 +136,8 @@ class ThreadLauncher:
         assert identity not in self.handles, f"{identity} was started before"
         handle = self.handles[identity] = ThreadHandle(identity, resources)
         self.settings[identity] = settings
-        if self._refused.get(identity.name, 0) > 0:
-            self._refused[identity.name] -= 1
+        if identity.name in self._refused:
+            self._refused.remove(identity.name)
             handle.die()
             return handle
         handle.host = ComponentHost(identity, factory, copy.deepcopy(settings), copy.deepcopy(view), self._reach)
@@ -184,14 +184,14 @@ class ThreadLauncher:
         """As SIGCONT."""
         self.newest(name).thawed.set()
 
-    def refuse(self, name: str, times: int = 1) -> None:
-        """The next starts of a component fail."""
-        self._refused[name] = times
+    def refuse(self, name: str) -> None:
+        """The next start of a component fails."""
+        self._refused.add(name)
 
     def stick(self, name: str, stuck: bool = True) -> None:
         """Its process cannot be shown dead."""
         self.newest(name).stuck = stuck
 
-    def late_call(self, sender: Identity, name: str, method: str, *args: Any, timeout_s: float = 5.0) -> Any:
+    def late_call(self, sender: Identity, name: str, method: str, *args: Any) -> Any:
         """A call by any incarnation, dead or not, to the newest one of a component."""
-        return self.newest(name).answer(sender, method, args, timeout_s).result()
+        return self.newest(name).answer(sender, method, args, 5.0).result()

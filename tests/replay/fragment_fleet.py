@@ -1,6 +1,7 @@
 """A buffer of fragments in a run directory, driven by hand."""
 
 from tests.fragments_made import a_batch, make_fragment
+from tests.replay.open_buffers import ids
 
 from penstock.batch import FragmentBatchMaker
 from penstock.replay import (
@@ -63,7 +64,3 @@ class Fleet:
         self.buffer.flush()  # another thread may be at it
         self.buffer.close()
         self.store.close()
-
-
-def ids(batch):
-    return [i for example in batch.examples for i in example.rollout_ids]

@@ -7,27 +7,24 @@ import numpy as np
 from penstock.types import RLExample, Rollout, RolloutMetadata, RolloutRecord
 
 
-def group_records(group_id: str, size: int = 2, length: int = 3, step: int = 0) -> list[RolloutRecord]:
+def group_records(group_id: str, size: int = 2) -> list[RolloutRecord]:
     """A group's records."""
-    return [
-        RolloutRecord(_rollout(f"{group_id}/{index}", index, length, step), group_id, "words:1")
-        for index in range(size)
-    ]
+    return [RolloutRecord(_rollout(f"{group_id}/{index}", index), group_id, "words:1") for index in range(size)]
 
 
-def _rollout(rollout_id: str, index: int, length: int, step: int) -> Rollout:
+def _rollout(rollout_id: str, index: int) -> Rollout:
     return Rollout(
         env_name="words",
         env_example_id="1",
         prompt_tokens=np.arange(4, dtype=np.int32),
-        response_tokens=np.arange(length, dtype=np.int32) + index,
-        response_logprobs=np.full(length, -0.5 - index, np.float32),
-        token_rewards=np.zeros(length, np.float32),
+        response_tokens=np.arange(3, dtype=np.int32) + index,
+        response_logprobs=np.full(3, -0.5 - index, np.float32),
+        token_rewards=np.zeros(3, np.float32),
         episode_reward=0.0,
-        metadata=RolloutMetadata("worker-0", 100.0, step),
+        metadata=RolloutMetadata("worker-0", 100.0, 0),
         rollout_id=rollout_id,
         lesson_id="words",
-        response_weight_steps=np.full(length, step, np.int32),
+        response_weight_steps=np.zeros(3, np.int32),
         timings={"generate_s": 0.5},
     )
 

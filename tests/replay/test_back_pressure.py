@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fragments_made import a_batch
-from tests.replay.fragment_fleet import Fleet, ids
+from tests.replay.fragment_fleet import Fleet
+from tests.replay.open_buffers import ids
 from tests.waiting import wait_until
 
 from penstock.replay.buffer import AdmissionLimit

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 from tests.fragments_made import a_batch, make_fragment
-from tests.replay.fragment_fleet import ids
+from tests.replay.open_buffers import ids
 
 from penstock.replay import (
     FRAGMENTS,

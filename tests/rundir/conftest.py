@@ -29,7 +29,7 @@ def full_record(rollout_id: str = "cats-0-3/1") -> RolloutRecord:
     return RolloutRecord(rollout, rollout_id.rpartition("/")[0], "cats:17")
 
 
-def bare_record(rollout_id: str = "cats-0-4/0") -> RolloutRecord:
+def bare_record() -> RolloutRecord:
     """A rollout with nothing but what is required, and an empty response."""
     rollout = Rollout(
         env_name="cats",
@@ -40,10 +40,10 @@ def bare_record(rollout_id: str = "cats-0-4/0") -> RolloutRecord:
         token_rewards=np.zeros(0, np.float32),
         episode_reward=0.0,
         metadata=RolloutMetadata("worker-1", 1.0, 0),
-        rollout_id=rollout_id,
+        rollout_id="cats-0-4/0",
         lesson_id="cats",
     )
-    return RolloutRecord(rollout, rollout_id.rpartition("/")[0])
+    return RolloutRecord(rollout, "cats-0-4")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import duckdb
 import fsspec
@@ -11,11 +12,19 @@ import pyarrow.parquet as pq
 import pytest
 from tests.dashboard.sample_run import example, group, write_run
 
-from penstock.rundir import EventLog, JsonLinesLog, MetricsLog, RunDirectory, read_parquet, write_examples
+from penstock.rundir import (
+    EventLog,
+    JsonLinesLog,
+    MetricsLog,
+    RunDirectory,
+    read_parquet,
+    write_evaluation,
+    write_examples,
+)
 from penstock.rundir.live_files import RunFiles
 from penstock.rundir.parquet import REPLACES_KEY, VERSION_KEY, parquet_writer
 from penstock.rundir.views import VIEWS, RunViews
-from penstock.types import ConfigError, RunDirectoryError, SchemaVersionError
+from penstock.types import ConfigError, RolloutBatch, RolloutGroup, RunDirectoryError, SchemaVersionError
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +203,8 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path):
         RunViews(directory.path)
 
 
-def test_changed_bytes_are_noticed_where_nothing_is_compressed_and_their_file_is_named(tmp_path):
-    directory = write_run(tmp_path / "run")
-    part = next(directory.rollouts.glob("*.parquet"))
+def change_a_byte(part: Path) -> None:
+    """In the log-probabilities of a part that is written anew, uncompressed."""
     table = read_parquet(part)
     with parquet_writer(part, table.schema, "none") as writer:
         writer.write_table(table)
@@ -206,8 +214,31 @@ def test_changed_bytes_are_noticed_where_nothing_is_compressed_and_their_file_is
     content = bytearray(part.read_bytes())
     content[changed.data_page_offset + changed.total_compressed_size - 2] ^= 0x10
     part.write_bytes(bytes(content))
-    with pytest.raises(RunDirectoryError, match=rf"{part.name} cannot be read as Parquet: .*CRC.*restore it from a"):
+
+
+def test_changed_bytes_are_noticed_where_nothing_is_compressed_and_their_file_is_named(tmp_path):
+    directory = write_run(tmp_path / "run")
+    part = next(directory.rollouts.glob("*.parquet"))
+    change_a_byte(part)
+    damaged = rf"{part.name} cannot be read as Parquet: .*CRC.*restore it from a"
+    with pytest.raises(RunDirectoryError, match=damaged):
         list(RunFiles.list_now(directory).records())
+    with RunViews(directory.path) as views:
+        with pytest.raises(RunDirectoryError, match=damaged):
+            rows(views, "SELECT response_logprobs FROM rollouts")
+        with pytest.raises(ConfigError, match="cannot be answered: .*nothing_like_it"):
+            rows(views, "SELECT nothing_like_it FROM rollouts")
+
+
+def test_changed_bytes_of_an_evaluation_are_noticed_by_a_query_and_their_file_is_named(tmp_path):
+    directory = write_run(tmp_path / "run")
+    answers = tuple(record.rollout for record in group("eval-cats-0-1", [("a cat", 1.0), ("a dog", 0.0)]))
+    batch = RolloutBatch((RolloutGroup("cats:7", answers, group_id="eval-cats-0-1"),))
+    part = write_evaluation(directory, [batch], "eval", 0, 1)
+    assert part is not None
+    change_a_byte(part)
+    with RunViews(directory.path) as views, pytest.raises(RunDirectoryError, match=rf"{part.name} .*metrics\.jsonl"):
+        rows(views, "SELECT response_logprobs FROM evaluations")
 
 
 def test_batches_of_a_dead_lineage_do_not_count(tmp_path):

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.dashboard.groups import GroupFilter, check_lesson, source_of
-from penstock.rundir.storage import check_name
+from penstock.rundir.storage import check_name, flush
 from penstock.rundir.views import RunViews
 from penstock.text.safe_text import printable
 from penstock.types import ConfigError
@@ -107,9 +107,9 @@ def _new(path: Path) -> Iterator[Path]:
     try:
         yield aside
         for file in [aside, *aside.rglob("*")]:
-            _flush(file)
+            flush(file)
         _publish(aside, path)
-        _flush(path.parent)
+        flush(path.parent)
     except FileExistsError as error:
         raise _taken(path) from error
     except OSError as error:
@@ -135,14 +135,6 @@ def _publish(aside: Path, path: Path) -> None:
 
 def _taken(path: Path) -> ConfigError:
     return ConfigError(f"--out {path} exists already and is not overwritten: choose another path")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_json_lines(path: Path, examples: Iterable[Mapping[str, Any]]) -> None:

@@ -194,7 +194,8 @@ class RunIndex:
 
     def __init__(self, directory: RunDirectory, cache: Path | None, trust: bool = False) -> None:
         self._directory = directory
-        self._storage = open_run_storage(directory, trust)
+        self.storage = open_run_storage(directory, trust)
+        """Where parts and batches are."""
         self._lock = threading.Lock()
         self.where, self._connection = _open(directory, cache)
         self.damaged: dict[str, str] = {}
@@ -226,8 +227,8 @@ class RunIndex:
         self._look_at_lives()
         # Parts first: then some rollouts may have a fate but no row yet, but none whose row is there lacks its fate.
         for storage, folder in (
-            (self._storage, "rollouts"),
-            (self._storage, "fragments"),
+            (self.storage, "rollouts"),
+            (self.storage, "fragments"),
             (LocalStorage(self._directory.path), "evaluations"),
         ):
             yield from self._read_parts(storage, folder)
@@ -248,11 +249,6 @@ class RunIndex:
         """Bytes of a file as it was found; 0 of one that is not known."""
         found = self.rows("SELECT bytes FROM parts WHERE name = ?", [name])
         return int(found[0]["bytes"]) if found else 0
-
-    @property
-    def storage(self) -> Storage:
-        """Where parts and batches are."""
-        return self._storage
 
     def _read_parts(self, storage: Storage, folder: str) -> Iterator[str]:
         files = {file.name: file.size_bytes for file in storage.files(folder)}
@@ -331,13 +327,13 @@ class RunIndex:
             yield f"{name} to byte {end}"
 
     def _read_batches(self) -> Iterator[str]:
-        files = {file.name: file.size_bytes for file in self._storage.files("batches")}
+        files = {file.name: file.size_bytes for file in self.storage.files("batches")}
         if files == self._listed.get("batches"):
             return
         known = {row["name"] for row in self.rows("SELECT name FROM parts WHERE starts_with(name, 'batches/')")}
         before = dict(zip(*horizons(self._directory).to_pydict().values(), strict=True))
         for names in _portions(sorted(set(files) - known, key=lambda name: name.rpartition("_")[2]), files):
-            tables = {name: table for name in names if (table := self._read(self._storage, name, _uses)) is not None}
+            tables = {name: table for name in names if (table := self._read(self.storage, name, _uses)) is not None}
             if not tables:
                 continue
             with self._writing() as cursor:

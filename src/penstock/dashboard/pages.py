@@ -32,6 +32,8 @@ from penstock.types.intervals import reward_interval, t_quantile
 
 MOST_POINTS = 2000
 """Of one curve."""
+MOST_REWARDS = 300
+"""Points of the curve of rewards."""
 MARKS = {
     "start": "start", "resume": "resume", "checkpoint": "checkpoint", "component_death": "death", "failure": "failure",
     "interrupted": "interrupted", "graduated": "graduated", "unlocked": "unlocked", "regressed": "regressed",
@@ -92,15 +94,15 @@ def curves_page(run: ObservedRun, words: Mapping[str, str]) -> dict[str, Any]:
     return {"curves": {name: run.curves.picture(name, points, first, last) for name in names}}
 
 
-def reward_page(run: ObservedRun, points: int = 300) -> dict[str, Any]:
+def reward_page(run: ObservedRun) -> dict[str, Any]:
     """Reward by update with its 95% interval, groups being the independent draws, and of every evaluation likewise.
 
-    Where there are more updates than `points`, 2^k of them are taken together.
+    Where there are more updates than `MOST_REWARDS`, 2^k of them are taken together.
     """
     rows = run.index.rows
     last = rows("SELECT max(step) AS last FROM rollouts WHERE state = 'trained'")[0]["last"] or 0
     block = 1
-    while last / block > points:
+    while last / block > MOST_REWARDS:
         block *= 2
     trained = rows(
         """SELECT b AS block, max(step) AS step, avg(mean) AS mean, stddev_samp(mean) AS spread, count(*) AS groups

@@ -211,7 +211,7 @@ class RolloutManager:
         weight_step: int = 0,
         worker_id: str = "local",
         *,
-        group_ids: Sequence[str] | None = None,
+        group_ids: Sequence[str] | str | None = None,
         context: InferenceContext | None = None,
         decoding: Decoding | None = None,
         problems: Sequence[int] | None = None,
@@ -226,7 +226,8 @@ class RolloutManager:
             rng: Selects the examples and the sampling noise: a number, or a JAX key.
             weight_step: Stamp for rollouts whose environment did not pass on the engine's versions.
             worker_id: The rollout worker, for the rollouts' metadata.
-            group_ids: One id per group; by default made from mode, lesson, `rng` and position.
+            group_ids: One id per group, or what all of them begin with, whose position follows; by default made from
+                mode, lesson and `rng`.
             context: Instead of the manager's own.
             decoding: Instead of the lesson's.
             problems: Numbers of the training problems, `n_examples` of them, where `rng` is not to select them.
@@ -239,36 +240,7 @@ class RolloutManager:
             EnvironmentFailure: the environment raised, or returned something malformed.
         """
         rng = as_seed(rng)
-        prefix = f"{mode}-{lesson_id}-{rng}"
-        return self._sample(
-            lesson_id,
-            n_examples,
-            n_generations,
-            mode,
-            rng,
-            weight_step,
-            worker_id,
-            group_ids or prefix,
-            context,
-            decoding,
-            problems,
-        )
-
-    def _sample(
-        self,
-        lesson_id: str,
-        n_examples: int,
-        n_generations: int,
-        mode: Mode,
-        rng: int,
-        weight_step: int,
-        worker_id: str,
-        names: Sequence[str] | str,
-        context: InferenceContext | None,
-        decoding: Decoding | None,
-        problems: Sequence[int] | None = None,
-    ) -> tuple[RolloutBatch, dict[str, float]]:
-        """`sample_batch`; `names` are the groups' ids, or what all of them begin with, whose number follows."""
+        names = group_ids or f"{mode}-{lesson_id}-{rng}"
         lesson = self.lesson(lesson_id)
         environment = self.environment(lesson_id)
         decoding = decoding or lesson.sampling_params.decoding(self.context.tokenizer)
@@ -365,9 +337,9 @@ class RolloutManager:
         seed = fold(self._seed if rng is None else as_seed(rng), "evaluation", lesson_id)
         prefix = f"{label or eval_type}-{lesson_id}-{self.lineage}-{weight_step}"
         mode: Mode = "report" if eval_type == "report" and self.environment(lesson_id).reports_apart else "eval"
-        asked = (lesson_id, n_examples, n_generations, mode, seed, weight_step, worker_id, prefix, None, decoding)
+        asked = (lesson_id, n_examples, n_generations, mode, seed, weight_step, worker_id)
         try:
-            batch, metrics = self._sample(*asked)
+            batch, metrics = self.sample_batch(*asked, group_ids=prefix, decoding=decoding)
         except (EnvironmentFailure, InvalidRolloutError) as failure:
             raise EnvironmentFailure(f"{n_examples} groups failed, all that were asked for: {failure}") from failure
         if any(rollout.finish_reason == "aborted" for rollout in batch.rollouts()):

@@ -50,11 +50,9 @@ _ARRAYS = {
 }
 
 
-def write_examples(
-    path: Path, examples: Sequence[RLExample], batch_id: str, step: int, lineage: int, compression: str = "zstd"
-) -> None:
+def write_examples(path: Path, examples: Sequence[RLExample], batch_id: str, step: int, lineage: int) -> None:
     """Writes a batch file, durably and whole; see `table_from_examples`."""
-    write_parquet(path, table_from_examples(examples, batch_id, step, lineage), compression)
+    write_parquet(path, table_from_examples(examples, batch_id, step, lineage))
 
 
 def read_examples(path: Path) -> list[RLExample]:

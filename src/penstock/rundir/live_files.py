@@ -220,11 +220,12 @@ class RunFiles:
             if self.vanished:
                 raise FilesVanished(f"files of the run changed while they were read: {error}") from error
             reason = " ".join(str(error).split())
-            raise RunDirectoryError(self._first_damaged() or f"files of the run cannot be read: {reason}") from error
+            raise RunDirectoryError(self.first_damaged() or f"files of the run cannot be read: {reason}") from error
 
-    def _first_damaged(self) -> str:
+    def first_damaged(self) -> str:
         """Which file a failed scan, which does not say, was about; empty where all can be read, or none is here."""
-        for path in self.paths if not is_remote(self.url) else ():
+        evaluations: list[str] = getattr(self.evaluations, "files", [])  # none in the empty table of no files
+        for path in (*(() if is_remote(self.url) else self.paths), *evaluations):
             place = Path(path)
             try:
                 with opened_part(LocalStorage(place.parent.parent), f"{place.parent.name}/{place.name}") as file:

@@ -45,17 +45,17 @@ def to_json(value: Any, indent: int | None = None, allow_nan: bool = False) -> s
         text = json.dumps(value, indent=indent, allow_nan=False)
     if "\\ud" not in text:  # which few texts have: a pair, or half of one
         return text
-    return json.dumps(_whole(value), indent=indent, allow_nan=allow_nan)
+    return json.dumps(encodable(value), indent=indent, allow_nan=allow_nan)
 
 
-def _whole(value: Any) -> Any:
-    """Without halves of surrogate pairs."""
+def encodable(value: Any) -> Any:
+    """With escapes for halves of surrogate pairs, which cannot be encoded."""
     if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, Mapping):
-        return {_whole(key): _whole(member) for key, member in value.items()}
+        return {encodable(key): encodable(member) for key, member in value.items()}
     if isinstance(value, list | tuple):
-        return [_whole(member) for member in value]
+        return [encodable(member) for member in value]
     return value
 
 
@@ -151,7 +151,7 @@ class MetricsLog:
 
     def append(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Writes one line; a value that is not finite becomes null, which every JSON reader knows."""
-        numbers = {name: _finite_or_none(float(value)) for name, value in metrics.items()}
+        numbers = {name: float(value) for name, value in metrics.items()}
         self._log.append({"step": int(step), "time": self._clock(), **numbers})
 
     def close(self) -> None:
@@ -277,10 +277,6 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise RunDirectoryError(f"{path}, line {number} is not a JSON object but a {type(row).__name__}; {_REMEDY}")
     return row
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

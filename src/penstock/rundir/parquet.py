@@ -70,7 +70,9 @@ def parquet_writer(path: Path, schema: pa.Schema, compression: str = "zstd") -> 
 
     Statistics are of plain columns only: nobody asks for a list's least element, and small files were a third longer.
     """
-    strings, floats = _leaf_paths(schema)
+    strings = [field.name for field in schema if pa.types.is_string(field.type)]
+    lists = [field for field in schema if pa.types.is_list(field.type)]
+    floats = [f"{field.name}.list.element" for field in lists if pa.types.is_floating(field.type.value_type)]
     scalars = [field.name for field in schema if not pa.types.is_nested(field.type)]
     return pq.ParquetWriter(
         path,
@@ -174,17 +176,6 @@ def replaced_names(schema: pa.Schema) -> tuple[str, ...]:
     """Names of the files whose rows a file with this schema holds as well."""
     metadata: Mapping[bytes, bytes] = schema.metadata or {}
     return tuple(str(name) for name in json.loads(metadata.get(REPLACES_KEY, b"[]")))
-
-
-def _leaf_paths(schema: pa.Schema) -> tuple[list[str], list[str]]:
-    """Parquet paths of the top-level string columns, and of the columns that are lists of floats."""
-    strings = [field.name for field in schema if pa.types.is_string(field.type)]
-    floats = [
-        f"{field.name}.list.element"
-        for field in schema
-        if pa.types.is_list(field.type) and pa.types.is_floating(field.type.value_type)
-    ]
-    return strings, floats
 
 
 _ARROW: Mapping[Any, pa.DataType] = {
@@ -393,8 +384,7 @@ def arrays_from_column(column: pa.ChunkedArray | pa.Array, dtype: type) -> list[
     """
     arrays: list[np.ndarray | None] = []
     for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
-        values, offsets = flat_values(chunk, dtype), chunk.offsets.to_pylist()
-        views = [values[start:stop] for start, stop in zip(offsets, offsets[1:], strict=False)]
+        views: list[np.ndarray | None] = list(slices(flat_values(chunk, dtype), chunk.offsets))
         if chunk.null_count:
             valid = chunk.is_valid().to_pylist()
             views = [view if there else None for view, there in zip(views, valid, strict=True)]
@@ -425,8 +415,8 @@ def values_from_column(column: pa.Array) -> list[Any]:
     return column.to_numpy(zero_copy_only=False).tolist()
 
 
-def slices(values: Sequence[Any], offsets: pa.Array) -> Iterable[Sequence[Any]]:
-    """`values` cut at Arrow's offsets."""
+def slices(values: Any, offsets: pa.Array) -> Iterable[Any]:
+    """A sequence or array cut at Arrow's offsets."""
     cuts = offsets.to_pylist()
     return (values[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False))
 
@@ -502,11 +492,8 @@ def leaves_from_column(column: pa.Array) -> list[dict[str, np.ndarray]]:
         _array(piece, _dtype(dtype), shape)
         for piece, dtype, shape in zip(_pieces(structs.field("data")), dtypes, shapes, strict=True)
     ]
-    cuts = column.offsets.to_pylist()
-    return [
-        dict(zip(names[start:stop], arrays[start:stop], strict=True))
-        for start, stop in zip(cuts, cuts[1:], strict=False)
-    ]
+    rows = zip(slices(names, column.offsets), slices(arrays, column.offsets), strict=True)
+    return [dict(zip(*row, strict=True)) for row in rows]
 
 
 def _pieces(column: pa.Array) -> list[np.ndarray]:

@@ -52,7 +52,7 @@ def replaced_atomically(path: Path, durable: bool = True) -> Iterator[Path]:
     try:
         yield temporary
         if durable:
-            _flush(temporary)
+            flush(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -170,10 +170,11 @@ def check_place(path: Path, what: str) -> None:
 
 def sync_directory(directory: Path) -> None:
     """Flushes a directory's entries, so that a rename in it survives a power loss."""
-    _flush(directory)
+    flush(directory)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Flushes a file or a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

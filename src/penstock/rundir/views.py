@@ -31,7 +31,7 @@ import pyarrow.json as pj
 
 from penstock.rundir.directory import NO_FORK, RunDirectory, read_forks
 from penstock.rundir.live_files import FilesVanished, RunFiles
-from penstock.rundir.logs import has_log, parse_lines, read_events, read_status
+from penstock.rundir.logs import encodable, has_log, parse_lines, read_events, read_status
 from penstock.types import ConfigError, Mode, RunDirectoryError
 
 
@@ -159,7 +159,7 @@ def read_event_table(path: Path) -> pa.Table:
             "event": event.get("event"),
             "details": json.dumps({key: value for key, value in event.items() if key not in ("time", "event")}),
         }
-        for event in map(_cleaned, read_events(path))
+        for event in map(encodable, read_events(path))
     ]
     return _table(path, rows, _EVENT_SCHEMA, _EVENT_SCHEMA.names)
 
@@ -206,7 +206,7 @@ def _is_flat(content: bytes) -> bool:
 
 def _read_slowly(path: Path, content: bytes, offset: int, schema: pa.Schema, unexpected: str) -> pa.Table:
     """By Python's reader, which takes what Arrow's does not: half of a surrogate pair, a key that comes twice."""
-    rows = list(map(_cleaned, parse_lines(path, content, offset)))
+    rows = list(map(encodable, parse_lines(path, content, offset)))
     names = dict.fromkeys(schema.names)
     if unexpected == "infer":
         names |= dict.fromkeys(name for row in rows for name in row)
@@ -219,15 +219,6 @@ def _table(path: Path, rows: list[dict[str, Any]], schema: pa.Schema, names: Ite
         return pa.table({name: pa.array([row.get(name) for row in rows], known.get(name)) for name in names})
     except (pa.ArrowException, OverflowError) as error:
         raise RunDirectoryError(f"{path} has a line that is not a JSON object of this log: {error}") from error
-
-
-def _cleaned(value: Any) -> Any:
-    """With escapes for what cannot be encoded."""
-    if isinstance(value, str):
-        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, dict):
-        return {_cleaned(key): _cleaned(item) for key, item in value.items()}
-    return [_cleaned(item) for item in value] if isinstance(value, list) else value
 
 
 def known_status(directory: RunDirectory) -> dict[str, Any] | None:
@@ -382,6 +373,7 @@ class RunViews:
 
         Raises:
             ConfigError: it is another kind of statement, or DuckDB cannot answer it.
+            RunDirectoryError: a file that it reads is damaged.
         """
         return self.look(lambda: self._answer(sql, parameters, limit))
 
@@ -405,7 +397,10 @@ class RunViews:
                 raise ConfigError("the query was ended before it had its answer: take fewer rows or columns") from error
             if isinstance(error, duckdb.OutOfMemoryException):  # DuckDB's own advice is on settings that are locked
                 raise ConfigError("the query needs more memory than there is: take fewer rows or columns") from error
-            raise ConfigError(f"the query cannot be answered: {_without_excerpt(str(error))}") from error
+            reason = _without_excerpt(str(error))
+            if "IOError" in reason and (damaged := self.files.first_damaged()):  # as Arrow says
+                raise RunDirectoryError(damaged) from error
+            raise ConfigError(f"the query cannot be answered: {reason}") from error
 
     def _check(self, sql: str) -> None:
         if not _is_unicode(sql):
