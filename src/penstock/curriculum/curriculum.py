@@ -4,7 +4,7 @@ Training groups move the smoothed success rate; full evaluations decide on gradu
 apart. Micro evaluations never come here. `Curriculum`'s methods may be called from several threads. Decisions depend on
 the order of updates alone, never on time.
 
-`UpdateLog` numbers every result since a base state: the curriculum is a pure function of it. It is not thread-safe;
+`CurriculumLog` numbers every result since a base state: the curriculum is a pure function of it. It is not thread-safe;
 `RemoteCurriculum` guards it.
 
 Not covered: when to evaluate (`evaluation_due` says it, the caller keeps the step).
