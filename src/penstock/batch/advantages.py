@@ -379,6 +379,6 @@ class BaselineTable:
 
 
 def version_of(group: PooledGroup) -> int:
-    """Lineage and weight step of the oldest weights behind a group, so that one that straddles a swap stays one."""
+    """Weight step of the oldest weights behind a group, so that one that straddles a swap stays one."""
     stamps = [rollout.metadata for rollout in group.rollouts() if rollout.metadata is not None]
     return min(stamp.weight_step for stamp in stamps)

@@ -82,7 +82,7 @@ class Curriculum:
             if stats.rollouts == 0:
                 return ()
             for result in group_results(stats, lesson.success_threshold):
-                progress.add_group(result, lesson.plateau_window)
+                progress.add_group(*result, lesson.plateau_window)
             return (*self._graduate(stats.lesson_id), *self._unlock())
 
     def update_evaluation(self, stats: RolloutBatchStats, step: int) -> tuple[CurriculumEvent, ...]:
