@@ -1,7 +1,7 @@
 import pytest
 from tests.batch.conftest import small_group
 
-from penstock.batch.group_pool import AcceptanceRules, GroupTable, ticket_order
+from penstock.batch.group_pool import GroupTable, ticket_order
 from penstock.batch.maker import Unit, check_choice, uses_limit
 from penstock.types import ConfigError, InvalidRolloutError
 
@@ -14,14 +14,15 @@ def test_a_resumed_cohort_keeps_its_order():
 
 
 def test_a_bound_maker_refuses_other_environments_by_name():
-    acceptance = AcceptanceRules(8, False, "cats")
-    acceptance.check(small_group("a-0-0", [0.0], env="cats")[0])
+    held = GroupTable(8, environment_name="cats")
+    held.add(small_group("a-0-0", [0.0], env="cats")[0])
     with pytest.raises(InvalidRolloutError, match="a-0-0/0 is of environment 'dogs', .* takes 'cats' only"):
-        acceptance.check(small_group("a-0-0", [0.0], env="dogs")[0])
+        held.add(small_group("a-0-0", [0.0], env="dogs")[0])
+    assert len(held) == 1
 
 
 def test_groups_that_were_discarded_do_not_arrive():
-    held = GroupTable(AcceptanceRules(8, False, None))
+    held = GroupTable(8)
     for group_id in ("a-0-0", "a-0-1"):
         for rollout in small_group(group_id):
             held.add(rollout)

@@ -96,6 +96,12 @@ def test_the_latest_is_the_highest_number_and_the_oldest_are_removed(tmp_path, l
     assert latest_checkpoint(tmp_path) == tmp_path / "step-11"
 
 
+def test_nothing_is_removed_while_there_are_fewer_than_are_kept(tmp_path, learner):
+    for step in (1, 2, 3, 4):
+        _save(tmp_path, learner, step, keep_last=5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2", "step-3", "step-4"]
+
+
 def test_every_nth_stays_for_good(tmp_path, learner):
     for step in (5, 10, 15, 20, 25, 30, 35):
         _save(tmp_path, learner, step, keep_last=2, keep_every=15)

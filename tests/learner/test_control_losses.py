@@ -11,9 +11,7 @@ from penstock.learner.control_losses import (
     kl_estimate,
     masked_mean,
     normalised,
-    policy_surrogate,
     ppo_loss,
-    value_error,
 )
 
 NOTHING = np.zeros(3, bool)
@@ -60,20 +58,6 @@ def test_normalised_by_hand():
     np.testing.assert_array_equal(normalised(array(7.0, 7.0, 1.0), jnp.array([True, True, False])), [0, 0, 0])
 
 
-def test_the_surrogate_is_clipped_on_the_side_that_pays_and_dual_clipped_below():
-    ratio, advantages = array(1.5, 0.5, 1.5, 0.5, 3.0), array(1.0, 1.0, -1.0, -1.0, -1.0)
-    np.testing.assert_allclose(policy_surrogate(ratio, advantages, 0.2, None), [1.2, 0.5, -1.5, -0.8, -3.0])
-    np.testing.assert_allclose(policy_surrogate(ratio, advantages, 0.2, 2.0), [1.2, 0.5, -1.5, -0.8, -2.0])
-
-
-def test_the_value_error_is_the_worse_of_clipped_and_not():
-    values, before, targets = array(2.0, 2.0, 0.5), array(0.0, 0.0, 0.0), array(3.0, 0.0, 1.0)
-    np.testing.assert_allclose(value_error(values, before, targets, None), [0.5, 2.0, 0.125])
-    np.testing.assert_allclose(value_error(values, before, targets, 1.0), [2.0, 2.0, 0.125])
-    slope = jax.grad(lambda v: value_error(v, before, targets, 1.0).sum())(values)
-    np.testing.assert_allclose(slope, [0.0, 2.0, -0.5], err_msg="no gradient once a value has moved far enough")
-
-
 def test_kl_estimate_and_explained_variance_by_hand():
     np.testing.assert_allclose(kl_estimate(array(0.0, np.log(2.0))), [0.0, 1 - np.log(2.0)], rtol=1e-6)
     where = jnp.array([True, True, True, False])
@@ -96,6 +80,15 @@ def test_the_whole_loss_by_hand():
     assert terms.approx_kl == pytest.approx(expected_kl, rel=1e-5)
     assert loss == pytest.approx(-1.0 + 0.5 * 0.875 - 0.1 * 0.3 + 0.01 * 2.0, rel=1e-6)
     assert terms.loss == loss
+
+
+def test_the_loss_has_a_dual_clip_and_clipped_values():
+    config = PLAIN.model_copy(update={"dual_clip": 1.25, "value_clip": 0.25})
+    steps = make_steps(advantages=array(-1.0, -1.0, 0.5, 1e6))
+    _, terms = ppo_loss(config, make_outputs(), steps, jnp.float32(0.0))
+    assert terms.policy_loss == pytest.approx(-(-1.25 * 1.0 - 0.8 * 0.5 + 0.5 * 2.0) / 3)
+    assert terms.clip_fraction == pytest.approx(2 / 3)
+    assert terms.value_loss == pytest.approx((0.75**2 / 2 + 1.75**2 / 2 + 2.0) / 3)
 
 
 def test_normalisation_over_a_minibatch_is_of_its_trained_steps():

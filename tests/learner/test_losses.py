@@ -3,18 +3,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.learner import LossConfig, PolicyLoss
+from penstock.learner import CorrectionConfig, LossConfig, PolicyLoss
 from penstock.learner.losses import (
     LossInputs,
     cispo_surrogate,
-    masked_weight,
+    correction_weight,
     policy_token_loss,
     ppo_clipped,
     ppo_surrogate,
-    reinforce_surrogate,
     sequence_ratio,
     supervised_token_loss,
-    truncated_weight,
 )
 from penstock.types import ConfigError
 
@@ -61,12 +59,14 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient():
 
 
 def test_reinforce_is_advantage_times_logprob():
-    np.testing.assert_allclose(reinforce_surrogate(array(2, -1), array(-1, -3)), [-2, 3])
+    terms = policy_token_loss(LossConfig(surrogate="reinforce"), inputs(array(-1, -3), array(-1, -3), array(2, -1)))
+    np.testing.assert_allclose(terms.loss, [2, -3])
 
 
 def test_corrections_truncate_or_mask():
-    np.testing.assert_allclose(truncated_weight(array(0.5, 1, 3, np.inf), 2.0), [0.5, 1, 2, 2])
-    np.testing.assert_allclose(masked_weight(array(0.4, 0.5, 1, 5, 6, np.inf), 0.5, 5.0), [0, 0.5, 1, 5, 0, 0])
+    truncate, mask = CorrectionConfig(kind="truncate", cap=2.0), CorrectionConfig(kind="mask", low=0.5, high=5.0)
+    np.testing.assert_allclose(correction_weight(truncate, array(0.5, 1, 3, np.inf)), [0.5, 1, 2, 2])
+    np.testing.assert_allclose(correction_weight(mask, array(0.4, 0.5, 1, 5, 6, np.inf)), [0, 0.5, 1, 5, 0, 0])
 
 
 @pytest.mark.parametrize("surrogate", ["ppo", "reinforce", "cispo"])

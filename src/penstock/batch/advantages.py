@@ -60,7 +60,9 @@ def grpo(group: RolloutGroup) -> Float32[np.ndarray, " n"]:
 
     Shao et al. 2024, https://arxiv.org/abs/2402.03300.
     """
-    return _over_valid(group, lambda valid: _standardised(valid.rewards))
+    return _over_valid(
+        group, lambda valid: _standardised(valid.rewards.astype(np.float64), np.ones(len(valid.rewards)))
+    )
 
 
 def dr_grpo(group: RolloutGroup) -> Float32[np.ndarray, " n"]:
@@ -146,7 +148,7 @@ def reinforce_pp(groups: Sequence[RolloutGroup], baseline: bool = False) -> list
         for group, own in zip(groups, masks, strict=True)
     ]
     advantages = np.zeros(len(mask), np.float32)
-    advantages[mask] = _standardised_over_tokens(np.concatenate(returns).astype(np.float64), tokens)
+    advantages[mask] = _standardised(np.concatenate(returns).astype(np.float64), tokens)
     return np.split(advantages, np.cumsum([len(own) for own in masks])[:-1])
 
 
@@ -273,17 +275,7 @@ def _leave_one_out(rewards: Float32[np.ndarray, " n"]) -> Float64[np.ndarray, " 
     return (exact * len(exact) - exact.sum()) / max(len(exact) - 1, 1)
 
 
-def _standardised(rewards: Float32[np.ndarray, " n"]) -> Float32[np.ndarray, " n"]:
-    centred = _centred(rewards)
-    if len(centred) < 2:
-        return np.zeros(len(centred), np.float32)
-    std = np.sqrt(np.square(centred).sum() / (len(centred) - 1))
-    return (centred / (std + STD_FLOOR)).astype(np.float32)
-
-
-def _standardised_over_tokens(
-    returns: Float64[np.ndarray, " n"], tokens: Float64[np.ndarray, " n"]
-) -> Float32[np.ndarray, " n"]:
+def _standardised(returns: Float64[np.ndarray, " n"], tokens: Float64[np.ndarray, " n"]) -> Float32[np.ndarray, " n"]:
     """Each return less their mean over tokens, by their sample deviation over tokens; exactly 0 where all are equal."""
     total = tokens.sum()
     centred = (returns * total - (returns * tokens).sum()) / max(total, 1.0)  # exact for rewards of float32 precision
@@ -387,6 +379,6 @@ class BaselineTable:
 
 
 def version_of(group: PooledGroup) -> int:
-    """Lineage and weight step of the oldest weights behind a group, so that one that straddles a swap stays one."""
+    """Weight step of the oldest weights behind a group, so that one that straddles a swap stays one."""
     stamps = [rollout.metadata for rollout in group.rollouts() if rollout.metadata is not None]
     return min(stamp.weight_step for stamp in stamps)

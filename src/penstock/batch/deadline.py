@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from penstock.batch.advantages import AdvantageName, GroupAdvantage, compute_advantages, has_signal
 from penstock.batch.examples import assemble_examples, batch_metadata
-from penstock.batch.group_pool import AcceptanceRules, FirstUseQueue, GroupTable, OrderedGroups, PooledGroup
+from penstock.batch.group_pool import FirstUseQueue, GroupTable, OrderedGroups, PooledGroup
 from penstock.batch.maker import Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
 from penstock.types import AnyRollout, RLExample, RolloutGroup
 
@@ -50,8 +50,7 @@ class DeadlineBatchMaker(PacedBatchMaker):
             check_choice("advantage", advantage, AdvantageName)
         self._advantage: AdvantageName | GroupAdvantage = advantage
         self._uses = uses_limit(max_samples)
-        rules = AcceptanceRules(max_tokens, allow_truncated_sampling, environment_name)
-        self._held = GroupTable(rules, ordered)
+        self._held = GroupTable(max_tokens, allow_truncated_sampling, environment_name, ordered)
         self._step = 0
         self._batches = 0
         self._paced = FirstUseQueue()
@@ -71,7 +70,7 @@ class DeadlineBatchMaker(PacedBatchMaker):
     @property
     @override
     def environment_name(self) -> str | None:
-        return self._held.acceptance.environment_name
+        return self._held.environment_name
 
     @override
     def add_rollout(self, rollout: AnyRollout) -> None:

@@ -78,7 +78,7 @@ class FragmentBatchMaker(PacedBatchMaker[SampleFragment, FragmentExample]):
         chosen = list(islice(self._in_order(), batch_size))
         for fragment in chosen:
             self._count_use(fragment)
-        return [FragmentExample(fragment, (fragment.rollout_id,)) for fragment in chosen]
+        return [FragmentExample(fragment) for fragment in chosen]
 
     def get_batch_metadata(self, batch: Sequence[FragmentExample]) -> dict[str, Any]:
         """``group_ids``, ``rollout_ids`` and ``metrics``, which docs/batch.md lists."""

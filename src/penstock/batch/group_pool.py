@@ -77,44 +77,20 @@ class PooledGroup:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptanceRules:
-    """What a batch maker takes.
-
-    Attributes:
-        max_tokens: Longest trainable sequence, prompt and response together: the learner's row length.
-        allow_truncated_sampling: Take rollouts of truncated sampling, such as top-k.
-        environment_name: The one environment; None means any.
-    """
-
-    max_tokens: int
-    allow_truncated_sampling: bool
-    environment_name: str | None
-
-    def check(self, rollout: AnyRollout) -> None:
-        """Refuses what cannot be trained on, or is another maker's.
-
-        Raises:
-            InvalidRolloutError: naming the rollout, the field, and what to do.
-        """
-        if self.environment_name is not None and rollout.env_name != self.environment_name:
-            raise InvalidRolloutError(
-                f"rollout {rollout.rollout_id} is of environment {rollout.env_name!r}, but this batch maker takes "
-                f"{self.environment_name!r} only: give it to another one, or bind this one to none"
-            )
-        check_trainable(rollout, self.max_tokens, self.allow_truncated_sampling)
-
-
 @dataclass(slots=True)
 class GroupTable:
     """Every group in a batch maker, by id, and those that came since it last looked.
 
     Attributes:
-        acceptance: What is taken.
+        max_tokens: Longest trainable sequence that is taken, prompt and response together: the learner's row length.
+        allow_truncated_sampling: Take rollouts of truncated sampling, such as top-k.
+        environment_name: The one environment whose rollouts are taken; None means any.
         ordered: Older means an earlier ticket, not an earlier arrival.
     """
 
-    acceptance: AcceptanceRules
+    max_tokens: int
+    allow_truncated_sampling: bool = False
+    environment_name: str | None = None
     ordered: bool = False
     _groups: dict[str, PooledGroup] = field(default_factory=dict[str, PooledGroup])
     _new: dict[str, PooledGroup] = field(default_factory=dict[str, PooledGroup])
@@ -127,9 +103,15 @@ class GroupTable:
         """Takes one rollout into its group.
 
         Raises:
-            InvalidRolloutError: it cannot be trained on, or comes after its group's members got their places.
+            InvalidRolloutError: it cannot be trained on, is another maker's, or comes after its group's members got
+                their places.
         """
-        self.acceptance.check(rollout)
+        if self.environment_name is not None and rollout.env_name != self.environment_name:
+            raise InvalidRolloutError(
+                f"rollout {rollout.rollout_id} is of environment {rollout.env_name!r}, but this batch maker takes "
+                f"{self.environment_name!r} only: give it to another one, or bind this one to none"
+            )
+        check_trainable(rollout, self.max_tokens, self.allow_truncated_sampling)
         group_id = rollout.group_id
         group = self._groups.get(group_id)
         if group is None:
@@ -399,9 +381,6 @@ class RankIndex:
         self._tree = array("i", (before - before[ends - (ends & -ends)]).astype(np.int32).tobytes())
         self._present = bytearray(present.tobytes())
         self._count = int(before[-1])
-
-
-"""Empty slots that are kept in any case."""
 
 
 @final

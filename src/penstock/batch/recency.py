@@ -14,7 +14,7 @@ from typing_extensions import override
 from penstock.batch.advantages import OF_THE_BATCH, AdvantageName, GroupAdvantage, compute_advantages, has_signal
 from penstock.batch.draws import Balance, LargestRemainder, RankSampler
 from penstock.batch.examples import Advantage, assemble_examples, batch_metadata
-from penstock.batch.group_pool import AcceptanceRules, DrawPool, FirstUseQueue, GroupTable, PooledGroup, group_of
+from penstock.batch.group_pool import DrawPool, FirstUseQueue, GroupTable, PooledGroup, group_of
 from penstock.batch.maker import BatchRandomness, Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
 from penstock.types import AnyRollout, ConfigError, RLExample, RolloutGroup
 
@@ -74,8 +74,7 @@ class RecencyBatchMaker(PacedBatchMaker):
         self._advantage: AdvantageName | GroupAdvantage = advantage
         self._uses = uses_limit(max_samples)
         self._unit: Unit = unit
-        rules = AcceptanceRules(max_tokens, allow_truncated_sampling, environment_name)
-        self._held = GroupTable(rules, ordered)
+        self._held = GroupTable(max_tokens, allow_truncated_sampling, environment_name, ordered)
         self._draw = RankSampler(alpha)
         self._shares = LargestRemainder(balance)
         self._randomness = BatchRandomness(seed)
@@ -98,7 +97,7 @@ class RecencyBatchMaker(PacedBatchMaker):
     @property
     @override
     def environment_name(self) -> str | None:
-        return self._held.acceptance.environment_name
+        return self._held.environment_name
 
     @override
     def add_rollout(self, rollout: AnyRollout) -> None:

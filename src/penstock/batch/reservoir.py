@@ -12,7 +12,7 @@ from typing_extensions import override
 from penstock.batch.advantages import Baseline, BaselineTable, Retention, version_of
 from penstock.batch.draws import RankSampler
 from penstock.batch.examples import assemble_example, batch_metadata
-from penstock.batch.group_pool import AcceptanceRules, DeadlineQueue, DrawPool, GroupTable, PooledGroup, group_of
+from penstock.batch.group_pool import DeadlineQueue, DrawPool, GroupTable, PooledGroup, group_of
 from penstock.batch.maker import BatchRandomness, Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
 from penstock.types import AnyRollout, Fate, RLExample, RolloutGroup, RolloutRecord
 
@@ -57,8 +57,7 @@ class GrpoBatchMaker(PacedBatchMaker):
     ) -> None:
         check_choice("retention", retention, Retention)
         self._uses = uses_limit(max_samples)
-        rules = AcceptanceRules(max_tokens, allow_truncated_sampling, environment_name)
-        self._held = GroupTable(rules, ordered)
+        self._held = GroupTable(max_tokens, allow_truncated_sampling, environment_name, ordered)
         self._baselines = BaselineTable(retention)
         self._reservoir = DrawPool(by_member=True)
         self._draw = RankSampler(alpha=0.0)
@@ -80,7 +79,7 @@ class GrpoBatchMaker(PacedBatchMaker):
     @property
     @override
     def environment_name(self) -> str | None:
-        return self._held.acceptance.environment_name
+        return self._held.environment_name
 
     @override
     def add_rollout(self, rollout: AnyRollout | RolloutRecord) -> None:

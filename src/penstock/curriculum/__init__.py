@@ -18,25 +18,11 @@ if TYPE_CHECKING:
     from penstock.curriculum.simulation import LearningCurve, SimulatedCurriculum, SimulatedLesson, simulate_curriculum
 
 _EXPORTS = {
-    "Curriculum": "curriculum",
-    "CurriculumBase": "curriculum",
-    "CurriculumConfig": "config",
-    "CurriculumEvent": "progress",
-    "CurriculumLog": "curriculum",
-    "CurriculumReply": "remote",
-    "CurriculumService": "remote",
-    "CurriculumUpdate": "curriculum",
-    "EnvironmentConfig": "config",
-    "LearningCurve": "simulation",
-    "LessonConfig": "config",
-    "LessonDependency": "config",
-    "LessonProgress": "progress",
-    "RemoteCurriculum": "remote",
-    "SamplingParams": "config",
-    "SimulatedCurriculum": "simulation",
-    "SimulatedLesson": "simulation",
-    "evaluation_due": "progress",
-    "simulate_curriculum": "simulation",
+    "config": ["CurriculumConfig", "EnvironmentConfig", "LessonConfig", "LessonDependency", "SamplingParams"],
+    "curriculum": ["Curriculum", "CurriculumBase", "CurriculumLog", "CurriculumUpdate"],
+    "progress": ["CurriculumEvent", "LessonProgress", "evaluation_due"],
+    "remote": ["CurriculumReply", "CurriculumService", "RemoteCurriculum"],
+    "simulation": ["LearningCurve", "SimulatedCurriculum", "SimulatedLesson", "simulate_curriculum"],
 }
 
 __all__ = [

@@ -224,12 +224,8 @@ class CurriculumConfig(_Frozen):
         if not self.eval_frequency:
             _check_undecided(self)
         if not self.micro_eval_frequency:
-            refuse_idle(self, ("micro_eval_n_examples",), "micro_eval_frequency is 0: there are no such evaluations")
-        if self.micro_eval_lessons == "sampled" and not self.micro_eval_frequency:
-            raise ConfigError(
-                "curriculum.micro_eval_lessons is 'sampled', but curriculum.micro_eval_frequency is 0: there are no "
-                "such evaluations; set a frequency, or leave it out"
-            )
+            keys = ("micro_eval_n_examples", "micro_eval_lessons")
+            refuse_idle(self, keys, "micro_eval_frequency is 0: there are no such evaluations")
         return self
 
 

@@ -4,7 +4,7 @@ Training groups move the smoothed success rate; full evaluations decide on gradu
 apart. Micro evaluations never come here. `Curriculum`'s methods may be called from several threads. Decisions depend on
 the order of updates alone, never on time.
 
-`UpdateLog` numbers every result since a base state: the curriculum is a pure function of it. It is not thread-safe;
+`CurriculumLog` numbers every result since a base state: the curriculum is a pure function of it. It is not thread-safe;
 `RemoteCurriculum` guards it.
 
 Not covered: when to evaluate (`evaluation_due` says it, the caller keeps the step).
@@ -82,7 +82,7 @@ class Curriculum:
             if stats.rollouts == 0:
                 return ()
             for result in group_results(stats, lesson.success_threshold):
-                progress.add_group(result, lesson.plateau_window)
+                progress.add_group(*result, lesson.plateau_window)
             return (*self._graduate(stats.lesson_id), *self._unlock())
 
     def update_evaluation(self, stats: RolloutBatchStats, step: int) -> tuple[CurriculumEvent, ...]:

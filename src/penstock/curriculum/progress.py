@@ -131,34 +131,22 @@ def choose(probabilities: Mapping[str, float], rng: np.random.Generator) -> str:
     return max(probabilities, key=lambda lesson: probabilities[lesson])  # rounding left the point at the very end
 
 
-@dataclass(frozen=True, slots=True)
-class GroupResult:
-    """One training group in numbers.
-
-    Attributes:
-        success_rate: Share of its rollouts that succeeded.
-        reward_mean: Their mean reward.
-        rollouts: How many.
-    """
-
-    success_rate: float
-    reward_mean: float
-    rollouts: int
-
-
 def success_rate(stats: RolloutBatchStats, threshold: float) -> float:
     """Share of rollouts with reward ≥ threshold; the recorded share where the rewards themselves are not there."""
     return _share(stats.rewards, threshold) if stats.rewards else stats.success_rate
 
 
-def group_results(stats: RolloutBatchStats, threshold: float) -> list[GroupResult]:
-    """One result per group of equal size; where sizes are not known, all groups alike."""
+def group_results(stats: RolloutBatchStats, threshold: float) -> list[tuple[float, float, int]]:
+    """Of each training group success rate, mean reward and number of rollouts.
+
+    Groups are of equal size; where sizes are not known, all are alike.
+    """
     n = max(1, stats.groups)
     size, rest = divmod(len(stats.rewards), n)
     if size == 0 or rest:
-        return [GroupResult(success_rate(stats, threshold), stats.reward_mean, stats.rollouts // n)] * n
+        return [(success_rate(stats, threshold), stats.reward_mean, stats.rollouts // n)] * n
     groups = [stats.rewards[start : start + size] for start in range(0, len(stats.rewards), size)]
-    return [GroupResult(_share(group, threshold), sum(group) / size, size) for group in groups]
+    return [(_share(group, threshold), sum(group) / size, size) for group in groups]
 
 
 def _share(rewards: tuple[float, ...], threshold: float) -> float:
@@ -199,14 +187,14 @@ class LessonProgress:
     qualification: float | None = None
     graduation_level: float | None = None
 
-    def add_group(self, result: GroupResult, window: int) -> None:
+    def add_group(self, success_rate: float, reward_mean: float, rollouts: int, window: int) -> None:
         """Takes one training group in; keeps the last `window` results."""
         before = self.success
-        self.success = result.success_rate if before is None else before + SMOOTHING * (result.success_rate - before)
-        self.rollouts += result.rollouts
+        self.success = success_rate if before is None else before + SMOOTHING * (success_rate - before)
+        self.rollouts += rollouts
         self.groups += 1
-        self.succeeded = self.succeeded or result.success_rate > 0
-        self.results = [*self.results, result.reward_mean][-window:]
+        self.succeeded = self.succeeded or success_rate > 0
+        self.results = [*self.results, reward_mean][-window:]
 
     def graduate(self, level: float) -> None:
         """Leaves the lesson to rehearsal."""

@@ -96,14 +96,7 @@ class CurriculumService:
                 if number > self._applied:
                     self._events += [(number, event) for event in update.apply(curriculum)]
                     self._applied = number
-            return CurriculumReply(
-                self._applied,
-                curriculum.probabilities(),
-                tuple(self._events),
-                curriculum.metrics(),
-                curriculum.describe(),
-                curriculum.complete,
-            )
+            return _standing(curriculum, self._applied, tuple(self._events))
 
     def metrics(self) -> dict[str, float]:
         """``curriculum/…`` numbers; none before the first base."""
@@ -310,12 +303,8 @@ class RemoteCurriculum:
         self._on_news()
 
 
-def _standing(curriculum: Curriculum, number: int) -> CurriculumReply:
-    return CurriculumReply(
-        number,
-        curriculum.probabilities(),
-        (),
-        curriculum.metrics(),
-        curriculum.describe(),
-        curriculum.complete,
-    )
+def _standing(
+    curriculum: Curriculum, number: int, events: tuple[tuple[int, CurriculumEvent], ...] = ()
+) -> CurriculumReply:
+    metrics, lessons = curriculum.metrics(), curriculum.describe()
+    return CurriculumReply(number, curriculum.probabilities(), events, metrics, lessons, curriculum.complete)

@@ -15,25 +15,14 @@ if TYPE_CHECKING:
     from penstock.dashboard.web import DashboardSettings, serve_dashboard
 
 _EXPORTS = {
-    "DashboardSettings": "web",
-    "DatasetRequest": "datasets",
-    "GroupFilter": "groups",
-    "GroupPage": "groups",
-    "GroupSummary": "groups",
-    "PlotRequest": "plot",
-    "RolloutsRequest": "rollouts",
-    "RunStatus": "status",
-    "StoredRollout": "lookup",
-    "export_dataset": "datasets",
-    "find_rollouts": "lookup",
-    "list_groups": "groups",
-    "plot_runs": "plot",
-    "print_status": "status",
-    "print_status_json": "status",
-    "read_run_status": "status",
-    "serve_dashboard": "web",
-    "show_rollouts": "rollouts",
-    "write_bundle": "bundle",
+    "bundle": ["write_bundle"],
+    "datasets": ["DatasetRequest", "export_dataset"],
+    "groups": ["GroupFilter", "GroupPage", "GroupSummary", "list_groups"],
+    "lookup": ["StoredRollout", "find_rollouts"],
+    "plot": ["PlotRequest", "plot_runs"],
+    "rollouts": ["RolloutsRequest", "show_rollouts"],
+    "status": ["RunStatus", "print_status", "print_status_json", "read_run_status"],
+    "web": ["DashboardSettings", "serve_dashboard"],
 }
 
 __all__ = [

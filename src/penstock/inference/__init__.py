@@ -20,20 +20,19 @@ if TYPE_CHECKING:
     from penstock.inference.serving import serve
 
 _EXPORTS = {
-    "AccessRules": "access",
-    "AgentEndpoint": "agents",
-    "EngineConfig": "config",
-    "EngineContext": "context",
-    "GenerationRequest": "sequence",
-    "HttpServer": "http_server",
-    "InferenceEngine": "engine",
-    "RemoteContext": "remote_context",
-    "ScriptedContext": "scripted",
-    "ServeConfig": "config",
-    "Server": "routing",
-    "ServerPool": "server_pool",
-    "create_app": "server",
-    "serve": "serving",
+    "access": ["AccessRules"],
+    "agents": ["AgentEndpoint"],
+    "config": ["EngineConfig", "ServeConfig"],
+    "context": ["EngineContext"],
+    "engine": ["InferenceEngine"],
+    "http_server": ["HttpServer"],
+    "remote_context": ["RemoteContext"],
+    "routing": ["Server"],
+    "scripted": ["ScriptedContext"],
+    "sequence": ["GenerationRequest"],
+    "server": ["create_app"],
+    "server_pool": ["ServerPool"],
+    "serving": ["serve"],
 }
 
 __all__ = [

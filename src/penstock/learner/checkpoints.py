@@ -533,7 +533,7 @@ def _write(directory: Path, step: int, learner: SavedLearner, tokenizer: Any, st
 
 def _remove_oldest(root: Path, keep_last: int, keep_every: int | None, kept: Collection[Path], newest: Path) -> None:
     others = [path for path in find_checkpoints(root) if path != newest]
-    for path in others[: len(others) + 1 - max(keep_last, 1)]:
+    for path in others[: max(len(others) + 1 - max(keep_last, 1), 0)]:
         if path in kept or (keep_every is not None and _step_of(path) % keep_every == 0):
             continue
         doomed = root / f"{TEMPORARY}removed-{path.name}-{uuid.uuid4().hex[:8]}"

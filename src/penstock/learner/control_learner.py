@@ -292,7 +292,7 @@ class ControlLearner:
         minibatches = min(config.minibatches, fragments) if self._start_state else 1
         shape = BatchShape(self._fragment_steps, fragments + (fragments % minibatches > 0), FEWEST_FINALS)
         arrays = blank_arrays(shape, self._reading())
-        steps = jax.eval_shape(self._prepare, self._policy, arrays, np.float32(1)).steps
+        steps, _ = jax.eval_shape(self._prepare, self._policy, arrays, np.float32(1))
         chosen = self._minibatches(arrays, fragments, np.random.default_rng(0))[0]
         batch, rate = compiled.Minibatches(arrays, steps), np.float32(0)
         optimised = self._policy, self._state, self._reference.policy, batch, chosen, rate, rate

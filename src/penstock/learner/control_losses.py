@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 from penstock.learner.control_config import PpoConfig
+from penstock.learner.critic import value_token_loss
 from penstock.learner.losses import ppo_clipped, ppo_surrogate, probability_ratio
 
 
@@ -85,36 +86,6 @@ def normalised(values: Float32[Array, "*n"], where: Bool[Array, "*n"]) -> Float3
     return jnp.where(where, centred / (deviation + 1e-8), 0.0)
 
 
-def policy_surrogate(
-    ratio: Float32[Array, " n"], advantages: Float32[Array, " n"], clip: float, dual_clip: float | None
-) -> Float32[Array, " n"]:
-    """min(ρA, clip(ρ, 1 ± ε)A), and no less than c·A where A < 0 with a dual clip c.
-
-    ρ = 3, A = −1, ε = .2 -> −3, with c = 2 -> −2. Ye et al. 2020, https://arxiv.org/abs/1912.09729.
-    """
-    surrogate = ppo_surrogate(ratio, advantages, clip, clip)
-    if dual_clip is None:
-        return surrogate
-    return jnp.where(advantages < 0, jnp.maximum(surrogate, dual_clip * advantages), surrogate)
-
-
-def value_error(
-    values: Float32[Array, " n"],
-    values_before: Float32[Array, " n"],
-    targets: Float32[Array, " n"],
-    value_clip: float | None,
-) -> Float32[Array, " n"]:
-    """½(V − R)², or with a clip the larger of that and ½(V_before + clip(V − V_before, ±c) − R)².
-
-    V = 2, V_before = 0, R = 3 -> ½, with c = 1 -> 2, which has no gradient.
-    """
-    error = jnp.square(values - targets)
-    if value_clip is not None:
-        moved = values_before + jnp.clip(values - values_before, -value_clip, value_clip)
-        error = jnp.maximum(error, jnp.square(moved - targets))
-    return 0.5 * error
-
-
 def kl_estimate(log_ratio: Float32[Array, "*n"]) -> Float32[Array, "*n"]:
     """expm1(x) − x with x = ℓ_θ − ℓ': per sample an unbiased, never negative estimate of KL(π' ‖ π_θ).
 
@@ -151,10 +122,10 @@ def ppo_loss(
     advantages = steps.advantages
     if config.normalize_advantages == "minibatch":
         advantages = normalised(advantages, steps.trained)
-    ratio = probability_ratio(outputs.logprobs, steps.logprobs)
-    surrogate = policy_surrogate(ratio, advantages, config.clip, config.dual_clip)
-    error = value_error(outputs.values, steps.values, steps.targets, config.value_clip)
-    clipped = ppo_clipped(ratio, advantages, config.clip, config.clip).astype(jnp.float32)
+    ratio, clips = probability_ratio(outputs.logprobs, steps.logprobs), (config.clip, config.clip, config.dual_clip)
+    surrogate = ppo_surrogate(ratio, advantages, *clips)
+    error, _ = value_token_loss(outputs.values, steps.values, steps.targets, config.value_clip)
+    clipped = ppo_clipped(ratio, advantages, *clips).astype(jnp.float32)
 
     def mean(values: Array) -> Array:
         return masked_mean(values, steps.trained)

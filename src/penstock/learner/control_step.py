@@ -351,13 +351,6 @@ class Summary(NamedTuple):
     advantage_std: Float32[Array, ""]
 
 
-class PreparedBatch(NamedTuple):
-    """What the optimiser steps read, on the device, and what is told of it."""
-
-    steps: StepTargets
-    summary: Summary
-
-
 class Minibatches(NamedTuple):
     """What all optimiser steps of an update read.
 
@@ -386,7 +379,7 @@ class MinibatchResult(NamedTuple):
 
 @cache
 def preparer(config: PpoConfig) -> Any:
-    """Compiled `prepare`: (policy, arrays, reward scale) -> `PreparedBatch`."""
+    """Compiled `prepare`: (policy, arrays, reward scale) -> (targets of the steps, summary)."""
     return jax.jit(partial(prepare, config))
 
 
@@ -404,8 +397,8 @@ def observer() -> Any:
 
 def prepare(
     config: PpoConfig, policy: ControlPolicy, arrays: FragmentArrays, reward_scale: Float32[Array, ""]
-) -> PreparedBatch:
-    """Values, advantages and log-probabilities before the update."""
+) -> tuple[StepTargets, Summary]:
+    """Values, advantages and log-probabilities before the update: what the optimiser steps read, and what is told."""
     distribution, values, states = policy.unroll(arrays.observations, arrays.first, arrays.initial_state)
     logprobs = _without_last(distribution).log_prob(arrays.actions)
     following = _next_values(policy, arrays, values, states)
@@ -424,7 +417,7 @@ def prepare(
     before = jnp.where(arrays.counted, logprobs, 0.0)
     steps = StepTargets(advantages, estimates.targets, values[:-1], before, weights, trained)
     bounded = trained & ~arrays.old & (bounded_ratio != ratio) & (config.correction.kind != "none")
-    return PreparedBatch(steps, _summary(arrays, estimates, values[:-1], log_ratio, trained, bounded))
+    return steps, _summary(arrays, estimates, values[:-1], log_ratio, trained, bounded)
 
 
 def optimise(

@@ -19,13 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32
 
+from penstock.batch.advantages import STD_FLOOR
 from penstock.learner.config import LearnerConfig
 from penstock.learner.optimizer import applier, from_named, initial_state, to_named
 from penstock.types import CheckpointError, RLExample
 
 _PREFIX = "critic."
-STD_FLOOR = 1e-6
-"""Added to a standard deviation before dividing by it."""
 
 
 class ValueHead(eqx.Module):

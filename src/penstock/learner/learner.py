@@ -293,7 +293,8 @@ class Learner:
             ConfigError: there is no reference.
         """
         reference = self._reference.current(self._decoder)
-        return reference.version, self._scored_sampled(examples, reference.decoder) if examples else []
+        scorer = partial(self._score, reference.decoder)
+        return reference.version, score_plan(self._sampled_plan(examples), scorer) if examples else []
 
     def rounding(self, examples: Sequence[RLExample]) -> Float32[np.ndarray, " tokens"] | None:
         """What the model's dtype alone changes: log-probabilities in it less those in float32, of sampled tokens.
@@ -420,10 +421,6 @@ class Learner:
         values = score_plan(plan or self._sampled_plan(examples), partial(self._value, self._decoder, head))
         scoring_s["time/values"] = time.perf_counter() - started
         return self._critic.advantages(examples, values)
-
-    def _scored_sampled(self, examples: Sequence[RLExample], decoder: Decoder) -> list[Float32[np.ndarray, " pos"]]:
-        """Log-probabilities of sampled tokens, in micro-batches of an update's shapes."""
-        return score_plan(self._sampled_plan(examples), partial(self._score, decoder))
 
     def _sampled_plan(self, examples: Sequence[RLExample]) -> UpdatePlan:
         """Micro-batches of an update's shapes that score sampled tokens."""

@@ -165,34 +165,19 @@ def cispo_surrogate(
     return bounded * advantage * logprobs
 
 
-def reinforce_surrogate(advantage: Float32[Array, " n"], logprobs: Float32[Array, " n"]) -> Float32[Array, " n"]:
-    """A · ℓ_θ. Williams 1992, https://doi.org/10.1007/BF00992696."""
-    return advantage * logprobs
-
-
-def truncated_weight(ratio: Float32[Array, " n"], cap: float) -> Float32[Array, " n"]:
-    """min(w, C), truncated importance sampling: [.5, 1, 3] with C = 2 -> [.5, 1, 2]; inf -> C.
-
-    Ionides 2008, https://doi.org/10.1198/106186008X320456; for engines that differ from the learner: Yao et al.
-    2025, https://fengyao.notion.site/off-policy-rl.
-    """
-    return jnp.minimum(ratio, cap)
-
-
-def masked_weight(ratio: Float32[Array, " n"], low: float, high: float) -> Float32[Array, " n"]:
-    """W where low ≤ w ≤ high, else 0 (IcePop): [.4, .5, 1, 5, 6] with .5 and 5 -> [0, .5, 1, 5, 0].
-
-    Ling Team 2025, https://arxiv.org/abs/2510.18855. A masked token stays in the denominators.
-    """
-    return jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0)
-
-
 def correction_weight(config: CorrectionConfig, ratio: Float32[Array, " n"]) -> Float32[Array, " n"]:
-    """The off-policy weight by configuration, from w = exp(ℓ_p − ℓ_b)."""
+    """The off-policy weight by configuration, from w = exp(ℓ_p − ℓ_b).
+
+    ``truncate`` min(w, C), truncated importance sampling: [.5, 1, 3] with C = 2 -> [.5, 1, 2]; inf -> C. Ionides 2008,
+    https://doi.org/10.1198/106186008X320456; for engines that differ from the learner: Yao et al. 2025,
+    https://fengyao.notion.site/off-policy-rl. ``mask`` w where low ≤ w ≤ high, else 0 (IcePop): [.4, .5, 1, 5, 6] with
+    .5 and 5 -> [0, .5, 1, 5, 0]; a masked token stays in the denominators. Ling Team 2025,
+    https://arxiv.org/abs/2510.18855. ``none`` 1.
+    """
     if config.kind == "truncate":
-        return truncated_weight(ratio, config.cap)
+        return jnp.minimum(ratio, config.cap)
     if config.kind == "mask":
-        return masked_weight(ratio, config.low, config.high)
+        return jnp.where((ratio >= config.low) & (ratio <= config.high), ratio, 0.0)
     return jnp.ones_like(ratio)
 
 
@@ -240,7 +225,7 @@ def policy_token_loss(config: LossConfig, inputs: LossInputs) -> TokenLoss:
         surrogate = cispo_surrogate(ratio, advantage, inputs.logprobs, high)
         clipped = ratio > 1.0 + high
     else:
-        surrogate = reinforce_surrogate(advantage, inputs.logprobs)
+        surrogate = advantage * inputs.logprobs  # Williams 1992, https://doi.org/10.1007/BF00992696
     loss = -weight * surrogate
     if config.entropy_coefficient:
         loss = loss - config.entropy_coefficient * inputs.entropy

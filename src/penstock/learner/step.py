@@ -10,7 +10,7 @@ positions without a loss cost no head: entry k of the per-token arrays belongs t
 All sizes are fixed by the configuration; only `count` varies, and it is data. Micro-batches are NumPy, on the host.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -256,7 +256,7 @@ def empty_micro_batch(shape: RowShape) -> MicroBatch:
 
 
 class _Filling(NamedTuple):
-    """What the tokens of one example get in their row."""
+    """What the tokens of one example get in their row, by the names of `MicroBatch`."""
 
     loss_weight: float | np.ndarray
     same_version: bool
@@ -270,16 +270,6 @@ class _Filling(NamedTuple):
         if len(spans) == 1:
             return [self]
         return [self._make(each[span] if isinstance(each, np.ndarray) else each for each in self) for span in spans]
-
-
-class _Rows(NamedTuple):
-    """What `_Filling` is for whole rows."""
-
-    loss_weight: Float32[np.ndarray, "rows pos"]
-    same_version: Bool[np.ndarray, "rows pos"]
-    proximal_logprobs: Float32[np.ndarray, "rows pos"]
-    values: Float32[np.ndarray, "rows pos"]
-    returns: Float32[np.ndarray, "rows pos"]
 
 
 def _plan(
@@ -307,11 +297,10 @@ def _plan_shape(
     row_length, micro_rows = rows_shape.length, rows_shape.rows
     placements = place([len(example.tokens) for example in examples], row_length)
     rows = pack(examples, row_length)
-    shape = len(rows), row_length
     dtypes = {"same_version": np.bool_}
-    beside = _Rows(*(np.zeros(shape, dtypes.get(name, np.float32)) for name in _Rows._fields))
+    beside = {n: np.zeros((len(rows), row_length), dtypes.get(n, np.float32)) for n in _Filling._fields}
     for placement, filling in zip(placements, filled, strict=True):
-        for row_values, value in zip(beside, filling, strict=True):
+        for row_values, value in zip(beside.values(), filling, strict=True):
             if value is not None:
                 row_values[placement.row, placement.start : placement.stop] = value
     micro_batches, room = [], rows_shape.room(max((int(row.segment_ids.max()) for row in rows), default=1))
@@ -319,11 +308,14 @@ def _plan_shape(
         chosen = slice(first, first + micro_rows)
         packed = stack(rows[chosen], micro_rows)
         wanted = (packed.position_ids > 0) if every_token else packed.loss_mask
-        micro_batches.append(_gather(packed, wanted, _Rows(*(values[chosen] for values in beside)), room))
+        of_rows = {name: values[chosen] for name, values in beside.items()}
+        micro_batches.append(_gather(packed, wanted, of_rows, room))
     return UpdatePlan(micro_batches, placements, [1] * len(placements))
 
 
-def _gather(packed: PackedBatch, wanted: Bool[np.ndarray, "rows pos"], beside: _Rows, room: int) -> MicroBatch:
+def _gather(
+    packed: PackedBatch, wanted: Bool[np.ndarray, "rows pos"], beside: Mapping[str, np.ndarray], room: int
+) -> MicroBatch:
     positions = np.flatnonzero(wanted).astype(np.int32)
 
     def front(values: np.ndarray, padding: float = 0.0) -> Any:
@@ -342,13 +334,9 @@ def _gather(packed: PackedBatch, wanted: Bool[np.ndarray, "rows pos"], beside: _
         temperature=front(packed.temperature, 1.0),
         advantage=front(packed.advantage),
         behaviour_logprobs=front(packed.generator_log_probs),
-        proximal_logprobs=front(beside.proximal_logprobs),
         reference_logprobs=front(np.zeros(wanted.shape, np.float32) if reference is None else reference),
-        values=front(beside.values),
-        returns=front(beside.returns),
-        loss_weight=front(beside.loss_weight),
-        same_version=front(beside.same_version),
         count=count,
+        **{name: front(values) for name, values in beside.items()},
     )
 
 

@@ -6,7 +6,7 @@ writes nonsense, which nothing says. Only safetensors is read: a ``.bin`` file i
 could run code.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,23 @@ class TensorFiles:
                 "diverged before it was saved; take an earlier checkpoint, or copy it again"
             )
         return tensor
+
+    def misfits(
+        self, expected: Mapping[str, tuple[int, ...]], spare: Callable[[str], bool] = lambda name: False
+    ) -> list[str]:
+        """In words, which tensors are missing, unknown, or of another shape.
+
+        Args:
+            expected: The shape of each by its name.
+            spare: Whether one may be there beside those.
+        """
+        missing = [f"{name} is missing" for name in expected if name not in self.shapes]
+        unknown = [f"{name} is unknown" for name in self.shapes if name not in expected and not spare(name)]
+        return [*missing, *unknown] + [
+            f"{name} has shape {list(self.shapes[name])}, not {list(shape)}"
+            for name, shape in expected.items()
+            if self.shapes.get(name, shape) != shape
+        ]
 
 
 _PIECE = 1 << 20

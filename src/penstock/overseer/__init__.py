@@ -19,25 +19,18 @@ if TYPE_CHECKING:
     from penstock.overseer.update_loop import Update, UpdateLoop, updates
 
 _EXPORTS = {
-    "AutotuneReport": "control.autotune",
-    "EvaluationReport": "evaluation_report",
-    "FleetEvaluationReport": "control.evaluation",
-    "FleetRunConfig": "control_config",
-    "GenerationReport": "language.generation",
-    "OverseerConfig": "config",
-    "RunConfig": "config",
-    "RunSummary": "terminal",
-    "Update": "update_loop",
-    "UpdateLoop": "update_loop",
-    "autotune": "control.autotune",
-    "evaluate": "language.evaluation",
-    "evaluate_fleet": "control.evaluation",
-    "fit": "fitting.search",
-    "generate": "language.generation",
-    "load_config": "config_loading",
-    "print_summary": "terminal",
-    "train": "training",
-    "updates": "update_loop",
+    "config": ["OverseerConfig", "RunConfig"],
+    "config_loading": ["load_config"],
+    "control.autotune": ["AutotuneReport", "autotune"],
+    "control.evaluation": ["FleetEvaluationReport", "evaluate_fleet"],
+    "control_config": ["FleetRunConfig"],
+    "evaluation_report": ["EvaluationReport"],
+    "fitting.search": ["fit"],
+    "language.evaluation": ["evaluate"],
+    "language.generation": ["GenerationReport", "generate"],
+    "terminal": ["RunSummary", "print_summary"],
+    "training": ["train"],
+    "update_loop": ["Update", "UpdateLoop", "updates"],
 }
 
 __all__ = [

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from penstock.rollout.worker import Lockstep, RolloutWorker
 
 _EXPORTS = {
-    "Lockstep": "worker",
-    "RolloutConfig": "config",
-    "RolloutManager": "manager",
-    "RolloutWorker": "worker",
+    "config": ["RolloutConfig"],
+    "manager": ["RolloutManager"],
+    "worker": ["Lockstep", "RolloutWorker"],
 }
 
 __all__ = ["Lockstep", "RolloutConfig", "RolloutManager", "RolloutWorker"]

@@ -7,7 +7,9 @@ from penstock.types.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer, same_tokenizer, vocabulary_size
 
-_EXPORTS = {"Tokenizer": "tokenizer", "same_tokenizer": "tokenizer", "vocabulary_size": "tokenizer"}
+_EXPORTS = {
+    "tokenizer": ["Tokenizer", "same_tokenizer", "vocabulary_size"],
+}
 
 __all__ = ["Tokenizer", "same_tokenizer", "vocabulary_size"]
 

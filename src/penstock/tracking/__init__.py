@@ -24,23 +24,13 @@ if TYPE_CHECKING:
     )
 
 _EXPORTS = {
-    "JsonlTracker": "tracker",
-    "MlflowConfig": "tracker",
-    "MlflowTracker": "tracker",
-    "MultiTracker": "tracker",
-    "PrometheusConfig": "config",
-    "ServiceConfig": "tracker",
-    "TensorBoardConfig": "tracker",
-    "TensorBoardTracker": "tracker",
-    "Tracker": "tracker",
-    "TrackingConfig": "config",
-    "TrackioConfig": "tracker",
-    "TrackioTracker": "tracker",
-    "WandbConfig": "tracker",
-    "WandbTracker": "tracker",
-    "conversation_of": "tracker",
-    "make_tracker": "tracker",
-}
+    "config": ["PrometheusConfig", "TrackingConfig"],
+    "tracker": [
+        "JsonlTracker", "MlflowConfig", "MlflowTracker", "MultiTracker", "ServiceConfig", "TensorBoardConfig",
+        "TensorBoardTracker", "Tracker", "TrackioConfig", "TrackioTracker", "WandbConfig", "WandbTracker",
+        "conversation_of", "make_tracker",
+    ],
+}  # fmt: skip
 
 __all__ = [
     "JsonlTracker", "MlflowConfig", "MlflowTracker", "MultiTracker", "PrometheusConfig", "ServiceConfig",

@@ -1,17 +1,20 @@
 """Packages whose names are loaded once they are asked for, so that importing one takes a moment (PEP 562)."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
-def lazy_exports(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_exports(
+    package: str, exports: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """What a package has as `__getattr__` and `__dir__`.
 
     Args:
         package: Its ``__name__``.
-        modules: Each name that it exports, and which of its modules, or packages, has that.
+        exports: Of each of its modules, or packages, the names that it exports.
     """
+    modules = {name: module for module, names in exports.items() for name in names}
 
     def load(name: str) -> Any:
         if name in modules:

@@ -114,15 +114,14 @@ class FragmentExample:
 
     Attributes:
         fragment: All T steps; those with a fault are not to be trained on.
-        rollout_ids: The fragment's own id alone; filled in where it is left out.
     """
 
     fragment: SampleFragment
-    rollout_ids: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        if not self.rollout_ids:
-            object.__setattr__(self, "rollout_ids", (self.fragment.rollout_id,))
+    @property
+    def rollout_ids(self) -> tuple[str, ...]:
+        """The fragment's own id alone."""
+        return (self.fragment.rollout_id,)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -12,14 +12,11 @@ if TYPE_CHECKING:
     from penstock.weights.transports import open_broadcaster, open_client
 
 _EXPORTS = {
-    "Broadcaster": "protocol",
-    "InProcessBroadcaster": "in_process",
-    "WeightClient": "protocol",
-    "WeightsConfig": "config",
-    "merged_arrays": "broadcaster",
-    "open_broadcaster": "transports",
-    "open_client": "transports",
-    "trained_arrays": "broadcaster",
+    "broadcaster": ["merged_arrays", "trained_arrays"],
+    "config": ["WeightsConfig"],
+    "in_process": ["InProcessBroadcaster"],
+    "protocol": ["Broadcaster", "WeightClient"],
+    "transports": ["open_broadcaster", "open_client"],
 }
 
 __all__ = [

@@ -14,12 +14,9 @@ if TYPE_CHECKING:
     from penstock.environments.simulators.synthetic import SyntheticError, SyntheticSimulator
 
 _EXPORTS = {
-    "MemorySimulator": "memory",
-    "SyntheticError": "synthetic",
-    "SyntheticSimulator": "synthetic",
-    "import_simulator": "registry",
-    "make_simulator": "registry",
-    "simulator_ids": "registry",
+    "memory": ["MemorySimulator"],
+    "registry": ["import_simulator", "make_simulator", "simulator_ids"],
+    "synthetic": ["SyntheticError", "SyntheticSimulator"],
 }
 
 __all__ = [

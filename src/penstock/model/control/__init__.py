@@ -33,28 +33,20 @@ if TYPE_CHECKING:
     )
 
 _EXPORTS = {
-    "ActionDistribution": "distributions",
-    "ActionHead": "policy",
-    "Bernoulli": "distributions",
-    "CONTROL_SCHEMA_VERSION": "folder",
-    "Categorical": "distributions",
-    "ControlModelConfig": "config",
-    "ControlNetwork": "policy",
-    "ControlPolicy": "policy",
-    "DiagonalGaussian": "distributions",
-    "Distribution": "distributions",
-    "Encoder": "encoders",
-    "LeafDistribution": "distributions",
-    "RecurrentMemory": "memory",
-    "WindowMemory": "memory",
-    "control_model_directory": "folder",
-    "load_control_policy": "folder",
-    "make_control_policy": "policy",
-    "named_arrays": "policy",
-    "read_control_form": "folder",
-    "save_control_policy": "folder",
-    "with_named_arrays": "policy",
-}
+    "config": ["ControlModelConfig"],
+    "distributions": [
+        "ActionDistribution", "Bernoulli", "Categorical", "DiagonalGaussian", "Distribution", "LeafDistribution",
+    ],
+    "encoders": ["Encoder"],
+    "folder": [
+        "CONTROL_SCHEMA_VERSION", "control_model_directory", "load_control_policy", "read_control_form",
+        "save_control_policy",
+    ],
+    "memory": ["RecurrentMemory", "WindowMemory"],
+    "policy": [
+        "ActionHead", "ControlNetwork", "ControlPolicy", "make_control_policy", "named_arrays", "with_named_arrays",
+    ],
+}  # fmt: skip
 
 __all__ = [
     "ActionDistribution", "ActionHead", "Bernoulli", "CONTROL_SCHEMA_VERSION", "Categorical", "ControlModelConfig",

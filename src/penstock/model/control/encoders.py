@@ -65,15 +65,15 @@ class ImageForm(eqx.Module):
         return floats / 255 if self.integer else floats
 
 
-class ImageEncoder(eqx.Module):
-    """From images to one row of features each."""
+class LeafEncoder(eqx.Module):
+    """From one leaf to a row of numbers."""
 
     @abstractmethod
-    def __call__(self, images: Num[Array, "batch *image"]) -> Float[Array, "batch features"]:
+    def __call__(self, values: Num[Array, "batch *leaf"]) -> Float[Array, "batch features"]:
         """Encodes a batch."""
 
 
-class Pooling(ImageEncoder):
+class Pooling(LeafEncoder):
     """Averages an image to at most `size` by `size` and flattens it; no parameters.
 
     Cell i of n over a length L averages floor(i L / n) up to, not including, ceil((i + 1) L / n): every pixel counts,
@@ -132,7 +132,7 @@ class Pooling(ImageEncoder):
         return ((sums @ across.T).reshape(batch, rows, -1) / pixels[:, None]).reshape(batch, -1)
 
 
-class NatureCnn(ImageEncoder):
+class NatureCnn(LeafEncoder):
     """Three convolutions and a dense layer, relu after each: Mnih et al. 2015, https://doi.org/10.1038/nature14236."""
 
     form: ImageForm
@@ -201,7 +201,7 @@ class ImpalaSection(eqx.Module):
         return x
 
 
-class ImpalaCnn(ImageEncoder):
+class ImpalaCnn(LeafEncoder):
     """Sections of residual blocks and a dense layer: Espeholt et al. 2018, https://arxiv.org/abs/1802.01561."""
 
     form: ImageForm
@@ -244,14 +244,6 @@ def _channels_in_front(shape: tuple[int, ...], channels_first: bool) -> tuple[in
     if len(shape) == 2:
         return 1, shape[0], shape[1]
     return (shape[0], shape[1], shape[2]) if channels_first else (shape[2], shape[0], shape[1])
-
-
-class LeafEncoder(eqx.Module):
-    """From one leaf to a row of numbers."""
-
-    @abstractmethod
-    def __call__(self, values: Num[Array, "batch *leaf"]) -> Float[Array, "batch features"]:
-        """Encodes a batch."""
 
 
 class NumberEncoder(LeafEncoder):
@@ -402,8 +394,8 @@ class Encoder(eqx.Module):
         image_names: Names of the leaves in `images`, in its order.
     """
 
-    flat: tuple[LeafEncoder | Pooling, ...]
-    images: tuple[ImageEncoder, ...]
+    flat: tuple[LeafEncoder, ...]
+    images: tuple[LeafEncoder, ...]
     mlp: Mlp | None
     flat_names: tuple[str, ...] = eqx.field(static=True)
     image_names: tuple[str, ...] = eqx.field(static=True)
@@ -418,7 +410,7 @@ class Encoder(eqx.Module):
         """
         images = {leaf.name: form for leaf in leaves if (form := ImageForm.of(leaf, config.image_layout))}
         if config.network == "mlp":
-            networks: dict[str, ImageEncoder] = {}
+            networks: dict[str, LeafEncoder] = {}
         else:
             networks = {name: _convolutional(rng, config, form, name) for name, form in images.items()}
             if not networks:
@@ -426,7 +418,7 @@ class Encoder(eqx.Module):
                     f"network is {config.network!r}, but no observation is an image (of {_named(leaves)}): set "
                     "network: mlp"
                 )
-        flat: dict[str, LeafEncoder | Pooling] = {}
+        flat: dict[str, LeafEncoder] = {}
         width = 0
         for leaf in leaves:
             if leaf.name not in networks:
@@ -451,7 +443,7 @@ def _joined(rows: list[Array]) -> Float[Array, "batch features"]:
     return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-1)
 
 
-def _convolutional(rng: np.random.Generator, config: ControlModelConfig, form: ImageForm, name: str) -> ImageEncoder:
+def _convolutional(rng: np.random.Generator, config: ControlModelConfig, form: ImageForm, name: str) -> LeafEncoder:
     if config.network == "nature_cnn":
         return NatureCnn.draw(rng, form, config.image_features, name)
     return ImpalaCnn.draw(rng, form, config.impala_channels, config.image_features)

@@ -18,21 +18,10 @@ if TYPE_CHECKING:
     from penstock.model.language.hugging_face import load_decoder, load_policy, save_decoder
 
 _EXPORTS = {
-    "Decoder": "decoder",
-    "InitConfig": "config",
-    "Layer": "decoder",
-    "ModelConfig": "config",
-    "PolicyConfig": "config",
-    "Segments": "attention",
-    "grouped_attention": "attention",
-    "load_decoder": "hugging_face",
-    "load_policy": "hugging_face",
-    "named_arrays": "decoder",
-    "packed_mask": "attention",
-    "rms_norm": "decoder",
-    "rotary_tables": "decoder",
-    "save_decoder": "hugging_face",
-    "with_named_arrays": "decoder",
+    "attention": ["Segments", "grouped_attention", "packed_mask"],
+    "config": ["InitConfig", "ModelConfig", "PolicyConfig"],
+    "decoder": ["Decoder", "Layer", "named_arrays", "rms_norm", "rotary_tables", "with_named_arrays"],
+    "hugging_face": ["load_decoder", "load_policy", "save_decoder"],
 }
 
 __all__ = [

@@ -164,7 +164,7 @@ def read_adapter(directory: Path, config: ModelConfig, digest: str) -> dict[str,
     try:
         with safe_open(str(path), framework="np") as file:
             files = TensorFiles(dict.fromkeys(file.keys(), file), directory)
-            _check(path, config, files.shapes)
+            _check(path, config, files)
             trained_beside = (file.metadata() or {}).get(_DIGEST, digest)
             if trained_beside != digest:
                 raise CheckpointError(
@@ -180,22 +180,16 @@ def _stacked(files: TensorFiles, name: str, shape: tuple[int, ...]) -> np.ndarra
     return np.stack([files.read(tensor).T for tensor in tensor_names(name, shape[0])])
 
 
-def _check(path: Path, config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:
+def _check(path: Path, config: ModelConfig, files: TensorFiles) -> None:
     expected = {
         tensor: shape[:0:-1]
         for name, shape in adapter_shapes(config).items()
         for tensor in tensor_names(name, shape[0])
     }
-    problems = [f"{name} is missing" for name in expected if name not in found]
-    problems += [f"{name} is unknown" for name in sorted(found.keys() - expected.keys())]
-    problems += [
-        f"{name} has shape {list(found[name])}, not {list(shape)}"
-        for name, shape in expected.items()
-        if found.get(name, shape) != shape
-    ]
+    problems = sorted(files.misfits(expected))
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise CheckpointError(f"{path} does not fit the base in {config.base}: {'; '.join(sorted(problems)[:3])}{more}")
+        raise CheckpointError(f"{path} does not fit the base in {config.base}: {'; '.join(problems[:3])}{more}")
 
 
 def merged(matrix: Any, pair: LoraPair, layer: int) -> np.ndarray:

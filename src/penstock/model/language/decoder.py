@@ -240,12 +240,6 @@ def _heads(projected: Array, bias: Array | None, heads: int) -> Array:
     return projected.reshape(*projected.shape[:-1], heads, -1)
 
 
-def _attend(
-    segments: Segments, kernel: AttentionKernel, window: int | None, query: Array, key: Array, value: Array
-) -> Array:
-    return attention(query, key, value, segments, kernel, window)
-
-
 EMBEDDING_STD = 0.02
 OPTIONAL = (
     "query_bias", "key_bias", "value_bias", "query_norm", "key_norm", "attention_out_norm", "mlp_out_norm",
@@ -407,7 +401,7 @@ class Decoder(eqx.Module):
         """
         windows = tuple(dict.fromkeys(self.config.windows))
         tables = [rotary_tables(self.config, position_ids, window) for window in windows]
-        ways = [partial(_attend, segments, kernel, window) for window in windows]
+        ways = [partial(attention, segments=segments, kernel=kernel, window=window) for window in windows]
 
         scanned, layer_of = self._scanned()
 

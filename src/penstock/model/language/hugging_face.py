@@ -132,7 +132,6 @@ def load_decoder(
 def _read_model(directory: Path, config: ModelConfig) -> dict[str, Array]:
     """The arrays that `Decoder.from_arrays` takes, but for an adapter's."""
     shapes = {name: shape for name, shape in config.parameter_shapes().items() if not name.startswith(ADAPTER)}
-    jnp.dtype(config.dtype)
     with open_tensors(directory) as files:
         _check_tensors(directory, config, shapes, files)
         if config.lora is None:
@@ -304,13 +303,7 @@ def _check_tensors(
         for name, shape in shapes.items()
         for tensor in _tensor_names(name, config)
     }
-    problems = [f"{name} is missing" for name in expected if name not in files.shapes]
-    problems += [f"{name} is unknown" for name in files.shapes if name not in expected and not _spare(name, config)]
-    problems += [
-        f"{name} has shape {list(files.shapes[name])}, not {list(shape)}"
-        for name, shape in expected.items()
-        if files.shapes.get(name, shape) != shape
-    ]
+    problems = files.misfits(expected, spare=lambda name: _spare(name, config))
     embedding, head = _OUTER_NAMES["embedding"], _OUTER_NAMES["head"]
     if config.tie_word_embeddings and {embedding, head} <= files.shapes.keys():
         if not np.array_equal(files.read(head), files.read(embedding)):  # which the model's author computed with
