@@ -66,6 +66,17 @@ def test_what_a_step_that_went_wrong_was_rewarded_is_kept_but_not_in_the_return(
     assert steps == [(1.0, False), (500.0, True), (2.0, False)] and block.returns.tolist() == [21.0]
 
 
+def test_a_distance_that_is_called_error_is_no_fault():
+    said = (0.37, np.float32(2.0), np.zeros(3) + 0.1, True, np.array([False, True]), 3)
+    steps, _ = played(*((1.0, {"error": error}) for error in said))
+    assert [fault for _, fault in steps] == [False, False, False, True, True, True]
+
+
+def test_an_array_of_one_number_is_a_reward():
+    steps, block = played((np.array([0.5]), {}), (np.array(2.0), {"raw_reward": np.ones((1, 1))}))
+    assert steps == [(0.5, False), (2.0, False)] and block.returns.tolist() == [1.5]
+
+
 @pytest.mark.parametrize("raw", [float("nan"), float("inf"), 1e308])
 def test_a_raw_reward_without_bounds_is_left_out_and_no_fault(raw):
     steps, block = played((1.0, {"raw_reward": raw}), (1.0, {"raw_reward": raw}), (1.0, {"raw_reward": 5.0}))

@@ -215,7 +215,7 @@ def test_what_is_prepared_is_gae_for_the_young_and_vtrace_for_the_old(policy):
     config = PpoConfig(vtrace=VTraceConfig(beyond_staleness=1), normalize_advantages="none", reward_scale=0.5)
     learner = ControlLearner(policy, config, 9)
     learner._step = 7  # noqa: SLF001 - so that versions differ
-    steps, summary = preparer(config)(policy, learner._arrays(fragments), 0.5)  # noqa: SLF001
+    steps, summary = preparer(config)(policy, learner._arrays(fragments), np.full(2, np.float32(0.5)))  # noqa: SLF001
     for column, fragment in enumerate(fragments):
         observations = {"": jnp.asarray(fragment.observations[""])}
         distribution, values, _ = policy.step(observations, {}, jnp.zeros(6, bool))
@@ -452,14 +452,14 @@ def test_rewards_are_scaled_by_the_returns_seen_so_far(policy):
     learner = ControlLearner(policy, config, 9)
     metrics = learner.update(make_batch(fragments, 0), 0)
     returns = np.array([200 * (1 - 0.5**left) for left in range(1, 7)])
-    assert metrics["train/reward_scale"] == pytest.approx(1 / np.sqrt(np.mean(returns**2)), rel=1e-6)
+    assert metrics["train/reward_scale/toy"] == pytest.approx(1 / np.sqrt(np.mean(returns**2)), rel=1e-6)
     again = ControlLearner(learner.policy, config, 9)
     again.restore_arrays(learner.state_arrays())
-    ended = [replace(make_fragment(learner.policy, 6, 2, 1), rewards=np.zeros(6, np.float32))]
+    ended = [replace(make_fragment(learner.policy, 6, 2, 1), rewards=np.full(6, 10, np.float32))]
     for each in (learner, again):
         metrics = each.update(make_batch(ended, 1), 1)
-        scale = 1 / np.sqrt(2 * np.sum(returns**2) / 18)
-        assert metrics["train/reward_scale"] == pytest.approx(scale, rel=1e-6), "those of before count on"
+        scale = 1 / np.sqrt(2.01 * np.sum(returns**2) / 18)
+        assert metrics["train/reward_scale/toy"] == pytest.approx(scale, rel=1e-6), "those of before count on"
     assert changed(learner.policy, again.policy) == set()
 
 
@@ -468,24 +468,50 @@ def test_a_return_ends_with_its_episode_and_nothing_is_scaled_before_there_is_an
     fragment = make_fragment(policy, 4, 0, 0, ends={1: "terminated"})
     none = ControlLearner(policy, config, 9)
     silent = replace(fragment, rewards=np.zeros(4, np.float32))
-    assert none.update(make_batch([silent], 0), 0)["train/reward_scale"] == 1.0
+    assert none.update(make_batch([silent], 0), 0)["train/reward_scale/toy"] == 1.0
     paid = replace(fragment, rewards=np.float32([1, 2, 3, 4]))
     metrics = ControlLearner(policy, config, 9).update(make_batch([paid], 0), 0)
-    assert metrics["train/reward_scale"] == pytest.approx(1 / np.sqrt((3**2 + 2**2 + 7**2 + 4**2) / 4), rel=1e-6)
+    assert metrics["train/reward_scale/toy"] == pytest.approx(1 / np.sqrt((3**2 + 2**2 + 7**2 + 4**2) / 4), rel=1e-6)
     faulty = with_fault(paid, 3)
     metrics = ControlLearner(policy, config, 9).update(make_batch([faulty], 0), 0)
-    assert metrics["train/reward_scale"] == pytest.approx(1 / np.sqrt((3**2 + 2**2 + 3**2) / 3), rel=1e-6)
-    assert "train/reward_scale" not in ControlLearner(policy, SMALL, 9).update(make_batch([paid], 0), 0)
+    assert metrics["train/reward_scale/toy"] == pytest.approx(1 / np.sqrt((3**2 + 2**2 + 3**2) / 3), rel=1e-6)
+    assert "train/reward_scale/toy" not in ControlLearner(policy, SMALL, 9).update(make_batch([paid], 0), 0)
 
 
 def test_a_scale_by_returns_gives_what_that_number_gives(policy):
     config = SMALL.model_copy(update={"reward_scale": "auto"})
     fragments = make_fragments(policy, 4, 6)
     learner = ControlLearner(policy, config, 9)
-    scale = learner.update(make_batch(fragments, 0), 0)["train/reward_scale"]
+    scale = learner.update(make_batch(fragments, 0), 0)["train/reward_scale/toy"]
     fixed = ControlLearner(policy, SMALL.model_copy(update={"reward_scale": scale}), 9)
     fixed.update(make_batch(fragments, 0), 0)
-    assert changed(learner.policy, fixed.policy) == set() and "squared_returns" not in fixed.state_arrays()
+    assert changed(learner.policy, fixed.policy) == set() and "squared_returns.toy" not in fixed.state_arrays()
+
+
+def test_rare_rewards_are_not_blown_up(policy):
+    config = SMALL.model_copy(update={"reward_scale": "auto"})
+    fragment = replace(make_fragment(policy, 6, 0), rewards=np.float32([0, 2, 0, 0, 0, 0]))
+    often, seldom = ControlLearner(policy, config, 9), ControlLearner(policy, config, 9)
+    nothing = [replace(make_fragment(policy, 6, seed), rewards=np.zeros(6, np.float32)) for seed in range(1, 20)]
+    scale = often.update(make_batch([fragment]), 0)["train/reward_scale/toy"]
+    assert scale == pytest.approx(1 / np.sqrt((2**2 + (2 * 0.99) ** 2) / 2), rel=1e-6)
+    assert seldom.update(make_batch([fragment, *nothing]), 0)["train/reward_scale/toy"] == scale
+
+
+def test_each_task_has_a_scale_of_its_own(policy):
+    """What a task pays does not decide how much another is learned."""
+    config = SMALL.model_copy(update={"reward_scale": "auto", "normalize_advantages": "none", "value_coefficient": 0.0})
+    cents, euros = ControlLearner(policy, config, 9), ControlLearner(policy, config, 9)
+    one, other = make_fragments(policy, 2, 6)
+    metrics = cents.update(make_batch([one, replace(other, task="other", rewards=other.rewards * 128)]), 0)
+    same = euros.update(make_batch([one, replace(other, task="other")]), 0)
+    assert changed(cents.policy, euros.policy) == set() and len(changed(cents.policy, policy)) > 1
+    assert metrics["train/reward_scale/toy"] == same["train/reward_scale/toy"]
+    assert metrics["train/reward_scale/other"] == pytest.approx(same["train/reward_scale/other"] / 128, rel=1e-6)
+    again = ControlLearner(cents.policy, config, 9)
+    again.restore_arrays(cents.state_arrays())
+    batch = make_batch(make_fragments(cents.policy, 2, 6, version=1), 1)
+    assert again.update(batch, 1)["train/reward_scale/toy"] == cents.update(batch, 1)["train/reward_scale/toy"]
 
 
 def test_steps_of_one_minibatch_are_what_whole_fragments_are(policy):
@@ -497,7 +523,7 @@ def test_steps_of_one_minibatch_are_what_whole_fragments_are(policy):
     for name, array in arrays_of(one).items():
         np.testing.assert_allclose(array, arrays_of(other)[name], rtol=1e-4, atol=1e-6, err_msg=name)
     arrays = one._arrays(fragments)  # noqa: SLF001
-    steps = preparer(config)(policy, arrays, 1.0).steps
+    steps = preparer(config)(policy, arrays, np.ones(4, np.float32)).steps
     counted = arrays.counted
     assert counted.sum() == 3 * 6 + 3
     observations = {"": jnp.asarray(arrays.observations[""][:-1][counted])}

@@ -229,7 +229,7 @@ def test_the_learner_recomputes_what_the_fleet_decided_and_bootstraps_from_what_
     arrays = jax.tree.map(jnp.asarray, stack_fragments(fragments, shape, FragmentReadOptions(spaces, start, 1, None)))
     values, states, following = _unrolled(policy, arrays)
     config = PpoConfig(minibatches=5, normalize_advantages="none", discount=0.9, gae_lambda=0.8, burn_in=0)
-    prepared = preparer(config)(policy, arrays, 1.0)
+    prepared = preparer(config)(policy, arrays, jnp.ones(shape.fragments, jnp.float32))
     advantages, logprobs = np.asarray(prepared.steps.advantages), np.asarray(prepared.steps.logprobs)
     own = 0
     for column, fragment in enumerate(fragments):

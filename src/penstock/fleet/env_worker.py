@@ -247,16 +247,17 @@ def _unpacked(returned: Any, method: tuple[str, tuple[str, ...]]) -> tuple[Any, 
 
 def _number(value: Any, name: str) -> float:
     try:
-        return float(value)
+        return float(value.item() if isinstance(value, np.ndarray) else value)
     except (TypeError, ValueError) as error:
         raise SimulatorValueError(f"{name} is {value!r}, a {type(value).__name__}: it must be one number") from error
 
 
 def _said(error: Any) -> str:
-    """The simulator's own word for a step that went wrong; empty where none did."""
+    """The simulator's own word for a step that went wrong; empty where none did. Floats are how far off a task is."""
     if isinstance(error, str):
         return f"it said: {error}" if error else ""
-    return "it said that the step went wrong" if bool(np.any(error)) else ""
+    wrong = np.asarray(error).dtype.kind != "f" and bool(np.any(error))
+    return "its info['error'] says that the step went wrong" if wrong else ""
 
 
 _LEAST_SIDE = 16  # pixels; smaller observations are grids of something else

@@ -96,9 +96,9 @@ class PpoConfig(FrozenConfig, frozen=True):
         discount: γ.
         gae_lambda: λ of GAE and of V-trace.
         reward_scale: Rewards are multiplied by this for the learner alone, so that the loss of values does not drown
-            that of the policy. ``auto``: the inverse root mean square of the discounted returns inside all fragments
-            so far, those of the update included. A number should bring returns to some ones or tens. Values are in
-            these units, statistics in the simulator's.
+            that of the policy. ``auto``: for each task the inverse root mean square of the discounted returns that are
+            not 0, inside all its fragments so far, those of the update included. A number should bring returns to some
+            ones or tens. Values are in these units, statistics in the simulator's.
         clip: The ratio is clipped at 1 ± this.
         dual_clip: Lower bound of the surrogate where the advantage is negative, as a multiple of it; None: unbounded.
         value_clip: Values may move by this much in an update before their gradient ends; it is in the units of

@@ -220,7 +220,7 @@ def _share(part: Any, whole: Any) -> float:
 
 
 _COUNTERS = ("step", "skipped_in_a_row", "fragment_steps")
-_RETURNS = "squared_returns"
+_RETURNS = "squared_returns."  # and the task
 
 
 class ControlLearner:
@@ -246,7 +246,7 @@ class ControlLearner:
         self._step = 0
         self._skipped_in_a_row = 0
         self._fragment_steps = 0
-        self._returns = np.zeros(2)  # sum of squares and number of those that `reward_scale: auto` goes by
+        self._returns: dict[str, np.ndarray] = {}  # by task: sum of squares and number, for `reward_scale: auto`
         self._state = initial_state(config.optimizer, policy)
         self._start_state = {name: np.asarray(array) for name, array in policy.initial_state(1).items()}
         if config.burn_in and not self._start_state:
@@ -292,13 +292,14 @@ class ControlLearner:
         minibatches = min(config.minibatches, fragments) if self._start_state else 1
         shape = BatchShape(self._fragment_steps, fragments + (fragments % minibatches > 0), FEWEST_FINALS)
         arrays = blank_arrays(shape, self._reading())
-        steps, _ = jax.eval_shape(self._prepare, self._policy, arrays, np.float32(1))
+        scales = np.ones(shape.fragments, np.float32)
+        steps, _ = jax.eval_shape(self._prepare, self._policy, arrays, scales)
         chosen = self._minibatches(arrays, fragments, np.random.default_rng(0))[0]
         batch, rate = compiled.Minibatches(arrays, steps), np.float32(0)
         optimised = self._policy, self._state, self._reference.policy, batch, chosen, rate, rate
         programs = {
             "minibatch": lambda: self._optimise.lower(*optimised).compile(),
-            "advantages": lambda: self._prepare.lower(self._policy, arrays, rate).compile(),
+            "advantages": lambda: self._prepare.lower(self._policy, arrays, scales).compile(),
         }
         if (statistics := self._policy.statistics) is not None:
             seen = statistics, arrays.observations, arrays.counted
@@ -326,9 +327,10 @@ class ControlLearner:
         started = time.perf_counter()
         arrays = self._arrays(fragments)
         minibatches = partial(self._minibatches, arrays, len(fragments))
-        scale, arrays = self._reward_scale(arrays), jax.device_put(arrays)
+        scales = self._reward_scales(arrays, [fragment.task for fragment in fragments])
+        arrays = jax.device_put(arrays)
         placed = time.perf_counter()
-        steps, summary = self._prepare(self._policy, arrays, np.float32(scale))
+        steps, summary = self._prepare(self._policy, arrays, scales)
         summary = jax.device_get(summary)
         check_fleet_mismatch(summary, self._config.mismatch_limit, self._step)
         prepared = time.perf_counter()
@@ -351,13 +353,14 @@ class ControlLearner:
         if self._config.reference_kl is not None:
             metrics["train/reference_kl_coefficient"] = kl_coefficient
         if self._config.reward_scale == "auto":
-            metrics["train/reward_scale"] = scale
+            tasks = {fragment.task: scale for fragment, scale in zip(fragments, scales, strict=False)}
+            metrics |= {f"train/reward_scale/{task}": float(tasks[task]) for task in sorted(tasks)}
         return finite_only(batch_summary_metrics(summary), optimisation_metrics(outcomes), metrics)
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Everything but the parameters, by name, as a checkpoint keeps it."""
         counters = {name: np.array(getattr(self, f"_{name}"), np.int64) for name in _COUNTERS}
-        returns = {_RETURNS: self._returns.copy()} if self._config.reward_scale == "auto" else {}
+        returns = {f"{_RETURNS}{task}": sums.copy() for task, sums in self._returns.items()}
         return to_named(self._state) | self._reference.state_arrays() | counters | returns
 
     def restore_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -369,7 +372,8 @@ class ControlLearner:
         rest = dict(arrays)
         for name in _COUNTERS:
             setattr(self, f"_{name}", int(rest.pop(name, np.array(0))))
-        self._returns = np.array(rest.pop(_RETURNS, np.zeros(2)), np.float64)
+        kept = [name for name in rest if name.startswith(_RETURNS)]
+        self._returns = {name.removeprefix(_RETURNS): np.array(rest.pop(name), np.float64) for name in kept}
         rest = self._reference.restore(rest, self._step, self._policy)
         self._state = from_named(self._state, rest, self._config.optimizer.frozen)
 
@@ -423,13 +427,17 @@ class ControlLearner:
             return minibatch_columns(count, self._config.minibatches, count, rng)
         return minibatch_steps(arrays.counted, self._config.minibatches, rng)
 
-    def _reward_scale(self, arrays: FragmentArrays) -> float:
-        """What the rewards of an update are multiplied by; with ``auto`` its returns count from here on."""
+    def _reward_scales(self, arrays: FragmentArrays, tasks: Sequence[str]) -> np.ndarray:
+        """What each fragment's rewards are multiplied by; with ``auto`` the update's returns count from here on."""
+        scales = np.ones(arrays.rewards.shape[1], np.float32)
         if self._config.reward_scale != "auto":
-            return self._config.reward_scale
-        self._returns = self._returns + squared_returns(arrays, self._config.discount)
-        squares, count = self._returns
-        return float(np.sqrt(count / squares)) if squares > 0 else 1.0
+            return scales * np.float32(self._config.reward_scale)
+        for task, sums in zip(tasks, squared_returns(arrays, self._config.discount), strict=False):
+            self._returns[task] = self._returns.get(task, np.zeros(2)) + sums
+        for column, task in enumerate(tasks):
+            squares, count = self._returns[task]
+            scales[column] = np.sqrt(count / squares) if squares > 0 else 1.0
+        return scales
 
     def _optimisation(
         self, batch: compiled.Minibatches, minibatches: Callable[[np.random.Generator], np.ndarray], rate: float

@@ -222,8 +222,8 @@ def minibatch_steps(counted: np.ndarray, minibatches: int, rng: np.random.Genera
     return chosen
 
 
-def squared_returns(arrays: FragmentArrays, discount: float) -> tuple[float, int]:
-    """Sum of the squares of the discounted returns of all counted steps, and how many these are.
+def squared_returns(arrays: FragmentArrays, discount: float) -> np.ndarray:
+    """Of each fragment the sum of the squares of its counted steps' discounted returns, and how many are not 0; [B, 2].
 
     A return ends with its episode or its fragment, and knows no value: what comes after is not guessed.
 
@@ -231,11 +231,13 @@ def squared_returns(arrays: FragmentArrays, discount: float) -> tuple[float, int
         arrays: A batch in host memory.
         discount: γ.
     """
-    following, squares = np.zeros(arrays.rewards.shape[1]), 0.0
+    fragments = arrays.rewards.shape[1]
+    following, sums = np.zeros(fragments), np.zeros((fragments, 2))
     for step in reversed(range(len(arrays.rewards))):
         following = arrays.rewards[step] + discount * np.where(arrays.first[step + 1], 0.0, following)
-        squares += float(np.sum(following[arrays.counted[step]] ** 2))
-    return squares, int(arrays.counted.sum())
+        told = np.where(arrays.counted[step], following, 0.0)
+        sums += np.stack([told**2, told != 0], axis=-1)
+    return sums
 
 
 def minibatch_columns(count: int, minibatches: int, blank: int, rng: np.random.Generator) -> np.ndarray:
@@ -396,14 +398,17 @@ def observer() -> Any:
 
 
 def prepare(
-    config: PpoConfig, policy: ControlPolicy, arrays: FragmentArrays, reward_scale: Float32[Array, ""]
+    config: PpoConfig, policy: ControlPolicy, arrays: FragmentArrays, reward_scales: Float32[Array, " b"]
 ) -> tuple[StepTargets, Summary]:
-    """Values, advantages and log-probabilities before the update: what the optimiser steps read, and what is told."""
+    """Values, advantages and log-probabilities before the update: what the optimiser steps read, and what is told.
+
+    `reward_scales` are the fragments' own.
+    """
     distribution, values, states = policy.unroll(arrays.observations, arrays.first, arrays.initial_state)
     logprobs = _without_last(distribution).log_prob(arrays.actions)
     following = _next_values(policy, arrays, values, states)
     log_ratio = jnp.where(arrays.counted, logprobs - arrays.logprobs, 0.0)
-    rewards = arrays.rewards * reward_scale
+    rewards = arrays.rewards * reward_scales
     chain = StepChain(rewards, values[:-1], following, arrays.terminated, arrays.truncated, arrays.counted)
     ratio = jnp.exp(log_ratio)
     estimates = _estimates(config, chain, ratio, arrays.old)
