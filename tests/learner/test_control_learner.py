@@ -523,7 +523,7 @@ def test_steps_of_one_minibatch_are_what_whole_fragments_are(policy):
     for name, array in arrays_of(one).items():
         np.testing.assert_allclose(array, arrays_of(other)[name], rtol=1e-4, atol=1e-6, err_msg=name)
     arrays = one._arrays(fragments)  # noqa: SLF001
-    steps = preparer(config)(policy, arrays, np.ones(4, np.float32)).steps
+    steps, _ = preparer(config)(policy, arrays, np.ones(4, np.float32))
     counted = arrays.counted
     assert counted.sum() == 3 * 6 + 3
     observations = {"": jnp.asarray(arrays.observations[""][:-1][counted])}

@@ -229,8 +229,8 @@ def test_the_learner_recomputes_what_the_fleet_decided_and_bootstraps_from_what_
     arrays = jax.tree.map(jnp.asarray, stack_fragments(fragments, shape, FragmentReadOptions(spaces, start, 1, None)))
     values, states, following = _unrolled(policy, arrays)
     config = PpoConfig(minibatches=5, normalize_advantages="none", discount=0.9, gae_lambda=0.8, burn_in=0)
-    prepared = preparer(config)(policy, arrays, jnp.ones(shape.fragments, jnp.float32))
-    advantages, logprobs = np.asarray(prepared.steps.advantages), np.asarray(prepared.steps.logprobs)
+    targets, summary = preparer(config)(policy, arrays, jnp.ones(shape.fragments, jnp.float32))
+    advantages, logprobs = np.asarray(targets.advantages), np.asarray(targets.logprobs)
     own = 0
     for column, fragment in enumerate(fragments):
         t_own = [t for t in range(7) if arrays.own_version[t, column]]
@@ -242,7 +242,7 @@ def test_the_learner_recomputes_what_the_fleet_decided_and_bootstraps_from_what_
             assert t_own == np.flatnonzero(~fragment.faults).tolist()
         expected = _gae(step, fragment, values[:, column], states, column, following[:, column])
         np.testing.assert_allclose(advantages[:, column], expected, atol=1e-4)
-    assert own > 50 and float(prepared.summary.mismatch_max) < 1e-5
+    assert own > 50 and float(summary.mismatch_max) < 1e-5
     assert not arrays.counted[:, len(fragments) :].any()
 
 
