@@ -101,7 +101,7 @@ class Watch:
 
     def report(self, name: str) -> Report | None:
         """The newest of a component's living incarnation."""
-        return self._run.supervisor.report(name)
+        return self._run.supervisor.reports.get(name)
 
     def incarnation(self, name: str) -> int:
         """The newest that answered; -1 where none does at present."""

@@ -204,7 +204,7 @@ class Phase:
         return [*given_up[:5], *Books(self._delivered, trained, ledger, GROUP_SIZE).check()]
 
     def _state(self, name: str) -> str:
-        report = self._supervisor.report(name)
+        report = self._supervisor.reports.get(name)
         return "" if report is None else report.condition.state
 
     def _delivered_all(self) -> bool:
