@@ -122,7 +122,7 @@ def _programs(fault: str) -> model_runner.CompiledSteps:
     def traced(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def faulty(*args: Any, **named: Any) -> Any:
-            with mock.patch.multiple(decoding, **PROGRAMS[fault]):
+            with mock.patch.multiple(decoding, **PROGRAMS[fault]):  # pyright: ignore[reportCallIssue]
                 return function(*args, **named)
 
         return faulty

@@ -75,7 +75,7 @@ def _of_one(labels: Labels) -> Iterator[str]:
         steps = slice(begin, end - 1 if end > begin and labels.faults[end - 1] else end)
         if steps.stop > steps.start:
             last = labels.finals.get(steps.stop - 1, labels.pixels[steps.stop])
-            pixels = np.append(labels.pixels[steps], last)
+            pixels = np.array([*labels.pixels[steps], last])
             if not explained(pixels, labels.actions[steps], labels.rewards[steps]):
                 yield f"no state explains steps {steps.start} to {steps.stop - 1}"
         begin = end

@@ -119,7 +119,7 @@ class Commands:
                 self._links[port] = SlowLink(f"127.0.0.1:{port}", bits_per_s)
             return int(self._links[port].address.rpartition(":")[2])
 
-        PeerRelay.keep = keep_behind_link
+        PeerRelay.keep = keep_behind_link  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def main() -> None:
