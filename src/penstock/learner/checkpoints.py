@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 
 from penstock.learner.config import LearnerConfig
 from penstock.model.language.config import Dtype
-from penstock.rundir.storage import is_refused
+from penstock.rundir.storage import flush, is_refused
 from penstock.types import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ class BestCheckpoint:
     def _write(self, record: BestRecord) -> None:
         aside = self._root / f".{BEST}.json"
         aside.write_text(json.dumps(record._asdict()))
-        _flush(aside)
+        flush(aside)
         aside.replace(self._root / _BEST_RECORD)
         self._link(record.step)
 
@@ -445,7 +445,7 @@ def save_checkpoint(
         raise OSError(number, f"{os.strerror(number)}: {error}", str(temporary)) from error
     _settle(temporary)
     os.rename(temporary, target)
-    _flush(root)
+    flush(root)
     with nullcontext() if best is None else best.settled():
         _remove_oldest(root, keep_last, keep_every, {target} if best is None else {target, *best.needed()}, target)
     return target
@@ -552,13 +552,5 @@ def _settle(directory: Path) -> None:
     for folder, _, names in os.walk(directory):
         for name in names:
             (Path(folder) / name).chmod(rights)
-            _flush(Path(folder) / name)
-        _flush(Path(folder))
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            flush(Path(folder) / name)
+        flush(Path(folder))
