@@ -57,6 +57,12 @@ def test_a_baseline_answers_in_the_environment_that_was_given_which_is_closed_on
     assert pq.read_table(path).column("weight_step").to_pylist() == [7] * 3 + [0] * 3
 
 
+def test_rollouts_are_parquet_and_nothing_else(tmp_path: Path, checkpoints):
+    with pytest.raises(penstock.ConfigError, match=r"--rollouts .*kept\.jsonl is written as Parquet"):
+        penstock.evaluate(checkpoints[0], tiny(), n=1, rollouts_path=tmp_path / "kept.jsonl")
+    assert not any(tmp_path.glob("kept*"))
+
+
 @pytest.mark.slow
 def test_an_environment_is_closed_where_a_lesson_has_no_result(checkpoints):
     broken = Held()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.inference.sequence import check_length
+from penstock.inference.serving import model_directory
 from penstock.model.json_files import read_json
 from penstock.model.language.attention_choice import Remat
 from penstock.model.language.config import ModelConfig
@@ -118,7 +119,7 @@ def shipped_shapes() -> dict[str, Any]:
 
 
 def shape_named(name: str, config: RunConfig) -> ModelConfig:
-    """A shape that ships, by its name or the end of it (``0.5b``); or that of a `config.json` or its folder.
+    """A shape that ships, by its name or the end of it (``0.5b``); or that of a `config.json` or a checkpoint.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
@@ -131,7 +132,7 @@ def shape_named(name: str, config: RunConfig) -> ModelConfig:
     elif path.is_file():
         content = read_json(path)
     elif name and path.is_dir():
-        return model_shape(config.model.model_copy(update={"init": None, "path": str(path)}))
+        return model_shape(config.model.model_copy(update={"init": None, "path": str(model_directory(str(path)))}))
     else:
         known = ", ".join(sorted(shipped))
         raise ConfigError(f"--models names {name!r}: there are {known}; or give the path of a config.json")
