@@ -65,3 +65,17 @@ def test_validating_a_recipe_loads_no_numerical_library():
         "build_config(RunConfig, load_recipe('cats'))"
     )
     assert loaded & HEAVY == set()
+
+
+def test_shapes_are_known_before_jax_is_loaded_which_looks_for_chips_then(tmp_path: Path):
+    folder = tmp_path / "step-3" / "model"
+    loaded = loaded_by(
+        "import json, pathlib, penstock\n"
+        "from penstock.overseer.fitting.search import shape_named, shipped_shapes\n"
+        f"folder = pathlib.Path({str(folder)!r})\n"
+        "folder.mkdir(parents=True)\n"
+        "(folder / 'config.json').write_text(shipped_shapes()['Qwen2.5-0.5B'].read_text())\n"
+        "config = penstock.load_config('cats')\n"
+        "assert shape_named(str(folder.parent), config) == shape_named('0.5b', config)"
+    )
+    assert loaded & {"jax", "jaxlib"} == set()

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.inference.sequence import check_length
-from penstock.inference.serving import model_directory
 from penstock.model.json_files import read_json
 from penstock.model.language.attention_choice import Remat
 from penstock.model.language.config import ModelConfig
@@ -132,7 +131,9 @@ def shape_named(name: str, config: RunConfig) -> ModelConfig:
     elif path.is_file():
         content = read_json(path)
     elif name and path.is_dir():
-        return model_shape(config.model.model_copy(update={"init": None, "path": str(model_directory(str(path)))}))
+        inner = path / "model"  # of a training checkpoint
+        directory = inner if inner.is_dir() else path
+        return model_shape(config.model.model_copy(update={"init": None, "path": str(directory)}))
     else:
         known = ", ".join(sorted(shipped))
         raise ConfigError(f"--models names {name!r}: there are {known}; or give the path of a config.json")
