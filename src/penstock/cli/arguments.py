@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -64,6 +65,20 @@ def print_report(report: PrintableReport, as_json: bool = False) -> None:
     from rich.console import Console
 
     report.print(Console())
+
+
+@contextmanager
+def busy(doing: str) -> Iterator[None]:
+    """Shows on standard error, where that is a terminal, what a command does meanwhile, and for how long."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=hidden) as shown:
+        shown.add_task(doing, total=None)
+        yield
 
 
 def only(names: Sequence[str], what: str, example: str) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.arguments import Overrides, only, print_report, refuse_run_directory
+from penstock.cli.arguments import Overrides, busy, only, print_report, refuse_run_directory
 from penstock.types import ConfigError
 
 commands = typer.Typer()
@@ -157,7 +157,9 @@ def fit(
     if isinstance(config, FleetRunConfig):
         raise ConfigError(f"{recipe} trains a control policy: give a recipe with lessons, such as cats")
     lengths = [_tokens(word) for word in _words(rows, "--rows")]
-    report = fit(config, target, _words(models, "--models"), lengths, lora)
+    shapes = _words(models, "--models")
+    with busy(f"compiling for {target}"):
+        report = fit(config, target, shapes, lengths, lora)
     print_report(report, json)
     return report.exit_code
 

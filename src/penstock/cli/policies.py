@@ -14,6 +14,7 @@ from penstock.cli.arguments import (
     Checkpoint,
     Overrides,
     Trust,
+    busy,
     only,
     print_report,
     read_token,
@@ -163,7 +164,8 @@ def evaluate(
         _refuse_given({"--video": video is not None}, "a control policy's")
         stamp = time.strftime("%Y%m%d-%H%M%S")
         path = rollouts or Path("evaluations") / f"{checkpoint.resolve().name}-{stamp}.parquet"
-        report = evaluate(checkpoint, config, lesson or None, n, generations, path, baseline, _ks(k))
+        with busy("evaluating"):
+            report = evaluate(checkpoint, config, lesson or None, n, generations, path, baseline, _ks(k))
     print_report(report, json)
     return 0
 
@@ -224,7 +226,9 @@ def generate(
     stem = "served" if served else Path(source or recipe or "").resolve().stem
     path = out or Path("generated") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}.parquet"
     mode = "eval" if held_out else "train"
-    print(generate(source, config, path, lesson or None, n, mode, read_token(None) or None))
+    with busy("generating"):
+        report = generate(source, config, path, lesson or None, n, mode, read_token(None) or None)
+    print(report)
     return 0
 
 

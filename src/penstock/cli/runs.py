@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.arguments import Trust, print_report, read_token, recorded_config
+from penstock.cli.arguments import Trust, busy, print_report, read_token, recorded_config
 from penstock.types import ConfigError
 
 commands = typer.Typer()
@@ -95,11 +95,9 @@ def dashboard(
     Nothing is written into a run, and nothing of it executed. An index of its rollouts is kept in the user's cache.
     """
     if bundle is not None:
-        from rich.console import Console
-
         from penstock.dashboard import write_bundle
 
-        with Console(stderr=True).status("reading every group's tokens"):
+        with busy("reading every group's tokens"):
             told = write_bundle(path, bundle, trust)
         print(told)
         return 0
@@ -219,7 +217,8 @@ def replay(
     from penstock.overseer.rerun.replay import replay_updates
 
     _begin_again(run_dir, trust)
-    report = replay_updates(run_dir, step, until, changes or (), drop or (), trust)
+    with busy("making updates again"):
+        report = replay_updates(run_dir, step, until, changes or (), drop or (), trust)
     print_report(report, json)
     try:
         report.keep()
@@ -249,7 +248,8 @@ def why(
     from penstock.overseer.rerun.why import explain_update
 
     _begin_again(run_dir, trust)
-    report = explain_update(run_dir, step, trust)
+    with busy("making the gradient of every rollout"):
+        report = explain_update(run_dir, step, trust)
     print_report(report, json)
     try:
         report.keep_tokens()
