@@ -338,7 +338,6 @@ class Summary(NamedTuple):
     are sums of expm1(x) − x with x = ℓ_p − ℓ_b.
     """
 
-    counted_steps: Float32[Array, ""]
     trained_steps: Float32[Array, ""]
     own_steps: Float32[Array, ""]
     own_kl: Float32[Array, ""]
@@ -519,7 +518,6 @@ def _summary(
         return jnp.sum(where, dtype=jnp.float32)
 
     return Summary(
-        counted_steps=count(arrays.counted),
         trained_steps=count(trained),
         own_steps=count(own),
         own_kl=total(kl, own),
