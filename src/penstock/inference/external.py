@@ -32,7 +32,7 @@ from penstock.inference.codec import (
     logprobs_of,
 )
 from penstock.inference.config import ExternalConfig, InferenceConfig
-from penstock.inference.routing import PinnedServer, Server
+from penstock.inference.routing import Server
 from penstock.inference.sequence import StopStrings, text_of
 from penstock.types import (
     SAMPLING_FIELDS,
@@ -257,27 +257,11 @@ class TokenDialect(ABC):
 
     @final
     def requests(
-        self,
-        call: GenerationCall,
-        tokenizer: TextCodec,
-        model: str,
-        session: str | None,
-        target: PinnedServer | None,
-        least: WeightVersion | None = None,
+        self, call: GenerationCall, tokenizer: TextCodec, model: str, least: WeightVersion | None = None
     ) -> list[ServerRequest[list[list[Completion]]]]:
         """One per response, bound to the server that it goes to: its version is asked for by name, or noted."""
         return [
-            ServerRequest(
-                b"",
-                asked.tokens,
-                _unbound,
-                session,
-                target,
-                self.path,
-                busy=BUSY,
-                behind=self._behind,
-                bind=partial(self._bound, asked),
-            )
+            ServerRequest(b"", asked.tokens, _unbound, self.path, BUSY, self._behind, bind=partial(self._bound, asked))
             for asked in _asked(call, tokenizer, model, self._max_seq_len, least)
         ]
 
@@ -432,19 +416,11 @@ class OpenAiDialect:
         self._max_seq_len = max_seq_len
 
     def requests(
-        self,
-        call: GenerationCall,
-        tokenizer: TextCodec,
-        model: str,
-        session: str | None,
-        target: PinnedServer | None,
-        least: WeightVersion | None = None,
+        self, call: GenerationCall, tokenizer: TextCodec, model: str, least: WeightVersion | None = None
     ) -> list[ServerRequest[list[list[Completion]]]]:
         """One per response; the prompt goes as text."""
         return [
-            ServerRequest(
-                b"", asked.tokens, _unbound, session, target, busy=BUSY, behind=_BEHIND, bind=partial(_as_text, asked)
-            )
+            ServerRequest(b"", asked.tokens, _unbound, busy=BUSY, behind=_BEHIND, bind=partial(_as_text, asked))
             for asked in _asked(call, tokenizer, model, self._max_seq_len, None)
         ]
 
