@@ -66,18 +66,10 @@ class FragmentQueue:
         capacity: Most fragments that wait.
         when_full: Block, or drop the oldest.
         timeout_s: Longest that `put` blocks.
-        clock: Monotonic seconds.
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        when_full: Literal["block", "drop_oldest"],
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, capacity: int, when_full: Literal["block", "drop_oldest"], timeout_s: float) -> None:
         self._capacity, self._when_full, self._timeout_s = capacity, when_full, timeout_s
-        self._clock = clock
         self._changed = threading.Condition()
         self._waiting: deque[UnsentFragment] = deque()
         self._counts = SendCounts()
@@ -165,7 +157,7 @@ class FragmentQueue:
     def metrics(self) -> dict[str, float]:
         """Depth, and seconds for which simulators were blocked."""
         with self._changed:
-            blocking_s = 0.0 if self._blocked_since is None else self._clock() - self._blocked_since
+            blocking_s = 0.0 if self._blocked_since is None else time.monotonic() - self._blocked_since
             return {
                 "fleet/queue_depth": float(len(self._waiting)),
                 "fleet/blocked_s": self._blocked_s + blocking_s,
@@ -186,11 +178,11 @@ class FragmentQueue:
         """Whether the wait is over in time: there is room, or none is waited for any more."""
         if self._has_room or self._closed or not self._blocks:
             return True
-        self._blocked_since = self._clock()
+        self._blocked_since = time.monotonic()
         try:
             return self._changed.wait_for(lambda: self._has_room or self._closed or not self._blocks, self._timeout_s)
         finally:
-            self._blocked_s += self._clock() - self._blocked_since
+            self._blocked_s += time.monotonic() - self._blocked_since
             self._blocked_since = None
 
 
