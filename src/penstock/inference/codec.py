@@ -10,7 +10,7 @@ would be trained on.
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, final, runtime_checkable
 
@@ -193,8 +193,12 @@ def _body(
     }
     if least is not None:
         body["least_weights"] = [least.lineage, least.step]
-    # Half of a surrogate pair, which a stop string may hold, is read back by json.loads.
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    return json_body(body)
+
+
+def json_body(fields: Mapping[str, Any]) -> bytes:
+    """A request's body. Half of a surrogate pair, which a stop string may hold, is read back by `json.loads`."""
+    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,6 @@ Not covered: how servers are given weights (`penstock.inference.server_control`)
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, final
@@ -29,6 +28,7 @@ from penstock.inference.codec import (
     ServerRequest,
     check_call,
     integers,
+    json_body,
     logprobs_of,
 )
 from penstock.inference.config import ExternalConfig, InferenceConfig
@@ -189,10 +189,6 @@ def _asked(
     return asked
 
 
-def _body(fields: Mapping[str, Any]) -> bytes:
-    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-
-
 def _choice(content: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     """An answer, and its only choice."""
     answer = json.loads(content)
@@ -275,7 +271,7 @@ class TokenDialect(ABC):
         if self._keeps_cache:
             body["cache_salt"] = label_of(served)  # a prefix of earlier weights is not to be found
         return ServerRequest(
-            _body(body),
+            json_body(body),
             asked.tokens,
             partial(self._read, asked, server, served, named, time.monotonic()),
             path=self.path,
@@ -429,7 +425,7 @@ def _as_text(asked: _Asked, server: Server) -> ServerRequest[list[list[Completio
     """Of any server, sent now."""
     body = {"model": asked.model, "prompt": asked.tokenizer.decode(asked.prompt, False), "n": 1} | _openai(asked)
     read = partial(_read_text, asked, time.monotonic())
-    return ServerRequest(_body(body), asked.tokens, read, busy=BUSY, behind=_BEHIND)
+    return ServerRequest(json_body(body), asked.tokens, read, busy=BUSY, behind=_BEHIND)
 
 
 def _openai(asked: _Asked) -> dict[str, Any]:

@@ -349,7 +349,8 @@ class ExternalEngine:
             raise
         self._control, self._base_answer = control, []
         if isinstance(control, VllmControl) and self._config.weights == "lora":
-            self._adapters = control.forget_adapters()
+            control.forget_adapters()
+            self._adapters = []
         return control
 
     def _load(self, control: ServerControl, weights: _Weights) -> None:
