@@ -8,12 +8,13 @@ import glob
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.environments.base import Prompt
-from penstock.environments.example_environment import Example, split_by_hash, stable_unit
+from penstock.environments.example_environment import Example, hashed_id, split_by_hash
 from penstock.types import ConfigError
 from penstock.types.importing import nearest
 
@@ -131,7 +132,7 @@ def examples_of(
         answer_column: Holds the reference answer; None where there is none.
         prompt_format: Makes the prompt from a row's columns instead.
     """
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     examples: list[Example] = []
     names: dict[str, None] = {name: None for row in rows for name in row}
     for number, row in enumerate(rows, start=1):
@@ -141,9 +142,7 @@ def examples_of(
         if answer_column:
             without = "; set it to null where the problems have none"
             answer = column(row, answer_column, "env_args.answer_column", source, without)
-        identity = f"{int(stable_unit(_identity(prompt, answer)) * 2**48):012x}"
-        seen[identity] = seen.get(identity, 0) + 1
-        example_id = identity if seen[identity] == 1 else f"{identity}-{seen[identity]}"
+        example_id = hashed_id(json.dumps([prompt, answer], sort_keys=True, default=str), seen)
         columns = row if len(row) == len(names) else {**names, **row}
         examples.append(Example(example_id, prompt, str(answer), columns))
     answered = sum(not isinstance(e.prompt, str) and e.prompt[-1].get("role") == "assistant" for e in examples)
@@ -197,7 +196,3 @@ def _are_messages(prompt: Any) -> bool:
         and bool(prompt)
         and all(isinstance(message, dict) and "role" in message and "content" in message for message in prompt)
     )
-
-
-def _identity(prompt: Prompt, answer: Any) -> str:
-    return json.dumps([prompt, answer], sort_keys=True, default=str)
