@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from benchmarks.fleet.lives import Lives, wrong_books
-from penstock.fleet.process_tree import children_by_parent, subtree
+from penstock.environments.simulators.processes import descendants
 from penstock.overseer.launch.process import Process
 from penstock.rundir import read_events, read_status
 
@@ -153,7 +153,7 @@ class Kill:
 def kill_actor(run: TrainingRun) -> Kill:
     """SIGKILL to the second worker's process; then waits for the end of all that was below it."""
     pid = int(run.component(VICTIM)["pid"])
-    below = [_process(each) for each in subtree(pid, children_by_parent())]
+    below = [_process(each) for each in (pid, *(process.pid for process in descendants(pid)))]
     at_s = time.time()
     os.kill(pid, signal.SIGKILL)
     deadline_s = time.monotonic() + GONE_S

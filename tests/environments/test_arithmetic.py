@@ -6,7 +6,7 @@ import pytest
 
 from penstock.environments import ArithmeticEnvironment, Example
 from penstock.environments.arithmetic import worked_steps
-from penstock.environments.calculator import calculate, show_number
+from penstock.environments.expressions import calculate, show_number
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_partial_credit(policy, call, answer, reward, turns):
 
 
 def test_a_right_answer_without_a_call_counts(policy):
-    from penstock.environments.calculator import calculate, show_number
+    from penstock.environments.expressions import calculate, show_number
 
     context = policy(lambda prompt, *_: show_number(calculate(prompt.rstrip("="))) + "<eos>")
     rollout = sample(context)[0][0].rollouts[0]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.fleet.accounting import StepAccount
+from penstock.fleet.accounting import StepAccount, StepBooks
 
 COUNTS = st.integers(0, 50)
 
@@ -41,3 +41,14 @@ def test_an_account_closes_whatever_was_delivered_and_nothing_that_was_sent_is_t
         assert found.closes and found.started >= told.started
         assert found.sent == max(told.sent, sent) and found.sent_faults == max(told.sent_faults, faults)
         assert found.with_delivered(sent, faults) == found
+
+
+def test_books_settle_what_waits_and_no_more():
+    books = StepBooks()
+    books.add(started=12, acting=2, buffered=10)
+    books.add(buffered=-8, waiting=8)
+    books.settle(3, "sent")
+    assert books.account() == StepAccount(started=12, acting=2, buffered=2, waiting=5, sent=3)
+    books.abandon()
+    books.settle(4, "sent")  # which came too late
+    assert books.account() == StepAccount(started=12, acting=2, buffered=2, sent=3, abandoned=5)

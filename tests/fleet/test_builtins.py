@@ -11,7 +11,7 @@ from tests.environments.simulators.minestudio_stub import JAR
 from tests.fleet.driving import QUICK, await_gone, config_of, driven, lives
 from tests.waiting import wait_until
 
-from penstock.fleet.process_tree import children_by_parent, subtree
+from penstock.environments.simulators.processes import descendants
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -24,9 +24,9 @@ def shared_memory_of(pid):
 
 
 def engine_of(pid):
-    (engine,) = [one for one in subtree(pid, children_by_parent()) if one != pid]
-    assert b"vizdoom" in Path(f"/proc/{engine}/cmdline").read_bytes()
-    return engine
+    (engine,) = descendants(pid)
+    assert b"vizdoom" in Path(f"/proc/{engine.pid}/cmdline").read_bytes()
+    return engine.pid
 
 
 @pytest.mark.parametrize("victim", ["engine", "process"])
@@ -92,7 +92,7 @@ def test_minecraft_loses_its_connection_and_then_its_process_and_leaves_no_engin
 def of_first(driver) -> list[int]:
     """The first process of a pool and its descendants; none while there is no such process."""
     first = driver.pool.process_ids()[0]
-    return [] if first is None else list(subtree(first, children_by_parent()))
+    return [] if first is None else [first, *(each.pid for each in descendants(first))]
 
 
 @pytest.mark.parametrize(

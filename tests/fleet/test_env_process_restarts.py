@@ -1,7 +1,7 @@
 """Back-off, cap and rate of restarts."""
 
 from penstock.fleet.config import SimulatorLimits
-from penstock.fleet.env_process import GiveUp, RestartAfter, RestartRecord
+from penstock.fleet.env_process import GiveUp, RestartRecord
 
 
 def _limits(**changes):
@@ -10,16 +10,16 @@ def _limits(**changes):
 
 def test_the_wait_doubles_up_to_its_limit_and_begins_again_after_an_answer():
     record = RestartRecord(_limits())
-    assert [record.failed(t) for t in range(5)] == [RestartAfter(s) for s in (0.5, 1.0, 2.0, 3.0, 3.0)]
+    assert [record.failed(t) for t in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
     record.answered()
-    assert record.failed(9.0) == RestartAfter(0.5)
+    assert record.failed(9.0) == 0.5
     assert record.restarts == 6
 
 
 def test_the_cap_is_for_life():
     record = RestartRecord(_limits(max_restarts=2))
     for number in range(2):
-        assert isinstance(record.failed(number * 1000.0), RestartAfter)
+        assert isinstance(record.failed(number * 1000.0), float)
         record.answered()
     verdict = record.failed(5000.0)
     assert isinstance(verdict, GiveUp) and "max_restarts = 2" in verdict.reason
@@ -35,20 +35,20 @@ def test_the_rate_counts_the_last_minute_only():
     again = RestartRecord(_limits(restarts_per_minute=2))
     again.failed(0.0)
     again.failed(30.0)
-    assert isinstance(again.failed(60.0), RestartAfter)
+    assert isinstance(again.failed(60.0), float)
 
 
 def test_no_cap_means_none():
     record = RestartRecord(_limits(max_restarts=None, max_failures_in_row=None))
-    assert all(isinstance(record.failed(n * 10.0), RestartAfter) for n in range(3000))
+    assert all(isinstance(record.failed(n * 10.0), float) for n in range(3000))
 
 
 def test_a_row_of_failures_is_the_end_unless_an_action_was_answered():
     record = RestartRecord(_limits(max_failures_in_row=3))
     for _ in range(5):
-        assert all(isinstance(record.failed(0.0), RestartAfter) for _ in range(2))
+        assert all(isinstance(record.failed(0.0), float) for _ in range(2))
         record.answered()
-    assert all(isinstance(record.failed(0.0), RestartAfter) for _ in range(2))
+    assert all(isinstance(record.failed(0.0), float) for _ in range(2))
     verdict = record.failed(0.0)
     assert isinstance(verdict, GiveUp) and "max_failures_in_row = 3" in verdict.reason
     assert record.restarts == 12

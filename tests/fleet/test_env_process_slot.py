@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.fleet.config import SimulatorLimits
-from penstock.fleet.env_process import ProcessSlot, ProcessState, RestartAfter
+from penstock.fleet.env_process import ProcessSlot, ProcessState
 from penstock.fleet.messages import ARRIVED, READY, RETIRING, STEP
 from penstock.fleet.shared_block import PHASE, SINCE, SharedBlock, SimulatorPhase, block_bytes, create_memory
 from penstock.types import LeafSpace, Spaces
@@ -209,11 +209,11 @@ def test_being_made_has_a_deadline(slot):
 
 
 def test_an_answered_action_ends_a_row_of_failures(slot):
-    assert [slot.record.failed(0.0), slot.record.failed(0.0)] == [RestartAfter(1.0), RestartAfter(2.0)]
+    assert [slot.record.failed(0.0), slot.record.failed(0.0)] == [1.0, 2.0]
     life = _Life(slot).ready()
     life.say()
-    assert slot.record.failed(0.0) == RestartAfter(4.0)
+    assert slot.record.failed(0.0) == 4.0
     slot.act(_ACTIONS)
     life.say()
-    assert slot.record.failed(0.0) == RestartAfter(1.0)
+    assert slot.record.failed(0.0) == 1.0
     life.end()

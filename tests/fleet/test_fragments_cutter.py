@@ -135,12 +135,12 @@ def test_fragments_are_what_a_plain_loop_would_make(length, processes, per_proce
             for begin, state in unsent.states.items():
                 assert steps[begin]["weight_step"] != steps[begin - 1]["weight_step"]
                 np.testing.assert_array_equal(state["h"], steps[begin]["state"]["h"])
-    counts = cutter.counts()
+    counts = cutter.books.account()
     started = sum(len(reference.steps) for reference in references)
     assert counts.started == started == pool.steps_taken
-    assert counts.cut == length * sum(len(fragments) for fragments in cut)
+    assert counts.waiting == length * sum(len(fragments) for fragments in cut)
     assert counts.acting == sum(bool(reference.steps) for reference in references)
-    assert counts.buffered == started - counts.acting - counts.cut
+    assert counts.buffered == started - counts.acting - counts.waiting
 
 
 def test_the_truth_of_the_simulators_is_in_the_fragments():
@@ -194,8 +194,8 @@ def test_steps_of_an_older_lineage_are_discarded_and_counted():
     assert first.metadata.lineage == 0 and first.weight_steps.tolist() == [7] * 4
     assert second.metadata.lineage == 1 and second.weight_steps.tolist() == [3] * 4
     check(second, references[0].steps[6:10], references[0].steps[10])
-    counts = cutter.counts()
-    assert (counts.started, counts.stale, counts.cut, counts.acting, counts.buffered) == (12, 2, 8, 1, 1)
+    counts = cutter.books.account()
+    assert (counts.started, counts.stale, counts.waiting, counts.acting, counts.buffered) == (12, 2, 8, 1, 1)
 
 
 def test_a_fragment_says_what_its_seconds_went_to():

@@ -1,22 +1,17 @@
-"""What processes started, from /proc."""
+"""What processes started is known by its environment, and ended."""
 
 import os
 import subprocess
 import sys
 
+import psutil
 from tests.fleet.driving import await_gone, lives
 from tests.waiting import wait_until
 
-from penstock.fleet.process_tree import (
-    OWNER_VARIABLE,
-    children_by_parent,
-    end_descendants_of_fork_server,
-    owner_of,
-    subtree,
-)
+from penstock.fleet.process_tree import OWNER_VARIABLE, end_descendants_of_fork_server, owner_of
 
 
-def test_subtrees_and_owners_are_found_and_ended():
+def test_programs_are_found_by_their_owner_and_ended():
     environment = {**os.environ, OWNER_VARIABLE: "999999999.5"}
     sleeper = "import time; time.sleep(60)"
     start = f"subprocess.Popen([sys.executable, '-c', '{sleeper}'])"
@@ -26,10 +21,9 @@ def test_subtrees_and_owners_are_found_and_ended():
     assert child.stdout is not None
     with child.stdout:
         grandchild = int(child.stdout.readline())
-        assert subtree(child.pid, children_by_parent()) == [child.pid, grandchild]
-        wait_until(lambda: owner_of(grandchild) == "999999999.5")  # not before its program runs
-        assert owner_of(child.pid) == "999999999.5"
-        assert owner_of(other.pid) is None
+        wait_until(lambda: owner_of(psutil.Process(grandchild)) == "999999999.5")  # not before its program runs
+        assert owner_of(psutil.Process(child.pid)) == "999999999.5"
+        assert owner_of(psutil.Process(other.pid)) is None
         end_descendants_of_fork_server(99999999)  # a number that begins like it is another
         assert lives(child.pid)
         end_descendants_of_fork_server(999999999)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fleet.fake_pool import ListSink
 
-from penstock.fleet.accounting import StepAccount
-from penstock.fleet.fragments import StepCounts, UnsentFragment
+from penstock.fleet.accounting import StepAccount, StepBooks
+from penstock.fleet.fragments import UnsentFragment
 from penstock.fleet.sender import FragmentQueue, Sender, cut_stale
 from penstock.types import NoProgressError, RolloutMetadata, SampleFragment, WeightVersion
 
@@ -38,7 +38,16 @@ def fragment(number=0, versions=(0, 0, 0, 0), *, ends=(), faults=(), states=None
 
 
 def queue_of(capacity=2, policy="block", timeout_s=10.0):
-    return FragmentQueue(capacity, policy, timeout_s)
+    """One that is told of what it is given, as a cutter would."""
+    queue = FragmentQueue(capacity, policy, timeout_s, StepBooks())
+    put = queue.put
+
+    def noted(unsent):
+        queue.books.add(waiting=unsent.fragment.length)
+        return put(unsent)
+
+    queue.put = noted
+    return queue
 
 
 def test_a_full_queue_blocks_until_there_is_room_and_counts_the_seconds():
@@ -53,7 +62,7 @@ def test_a_full_queue_blocks_until_there_is_room_and_counts_the_seconds():
     assert [unsent.fragment.group_id for unsent in queue.take(1, 0)] == ["w-0-0-0"]
     put.join(5)
     assert not put.is_alive() and queue.metrics()["fleet/blocked_s"] >= 0.05
-    assert queue.metrics()["fleet/queue_depth"] == 2 and queue.counts().waiting == 12
+    assert queue.metrics()["fleet/queue_depth"] == 2 and queue.books.account().waiting == 12
 
 
 def test_a_queue_that_stays_full_is_an_error_that_names_the_setting():
@@ -61,7 +70,7 @@ def test_a_queue_that_stays_full_is_an_error_that_names_the_setting():
     queue.put(fragment(0))
     with pytest.raises(NoProgressError, match=r"1 fragments stayed full for 0.02 s \(fleet.send_timeout_s\)"):
         queue.put(fragment(1))
-    assert (queue.counts().waiting, queue.counts().abandoned) == (4, 4)
+    assert (queue.books.account().waiting, queue.books.account().abandoned) == (4, 4)
 
 
 def test_what_is_not_to_block_any_more_abandons_what_finds_no_room():
@@ -75,7 +84,7 @@ def test_what_is_not_to_block_any_more_abandons_what_finds_no_room():
     queue.stop_blocking()
     put.join(5)
     assert put_away == [False] and not queue.put(fragment(2)), "neither the one that waited, nor the next"
-    assert (queue.counts().waiting, queue.counts().abandoned) == (4, 8)
+    assert (queue.books.account().waiting, queue.books.account().abandoned) == (4, 8)
     assert [unsent.fragment.group_id for unsent in queue.take(9, 0)] == ["w-0-0-0"]
     assert queue.put(fragment(3)), "there is room again"
 
@@ -85,9 +94,10 @@ def test_dropping_takes_the_oldest_and_counts_it():
     for number in range(5):
         assert queue.put(fragment(number))
     assert [unsent.fragment.group_id for unsent in queue.take(9, 0)] == ["w-0-0-3", "w-0-0-4"]
-    counts = queue.counts()
-    assert (counts.dropped, counts.fragments_dropped, counts.waiting) == (12, 3, 8)
-    assert queue.metrics()["fleet/blocked_s"] == 0
+    counts = queue.books.account()
+    assert (counts.dropped, counts.waiting) == (12, 8)
+    metrics = queue.metrics()
+    assert (metrics["fleet/fragments_dropped"], metrics["fleet/blocked_s"]) == (3, 0)
 
 
 def test_closing_wakes_the_blocked_and_what_waits_is_still_sent():
@@ -99,7 +109,7 @@ def test_closing_wakes_the_blocked_and_what_waits_is_still_sent():
     put.join(5)
     Sender(queue, sink, lambda: None, None).run()
     assert refused == [False] and [f.group_id for f in sink.fragments] == ["w-0-0-0"]
-    assert (queue.counts().sent, queue.counts().abandoned, queue.counts().waiting) == (4, 4, 0)
+    assert (queue.books.account().sent, queue.books.account().abandoned, queue.books.account().waiting) == (4, 4, 0)
 
 
 def test_the_sink_gets_groups_of_one_with_their_key_and_metadata():
@@ -115,7 +125,11 @@ def test_the_sink_gets_groups_of_one_with_their_key_and_metadata():
     (group,) = batch.groups
     assert (group.key, group.group_id, len(group.rollouts)) == ("t", "w-0-0-3", 1)
     assert batch.metadata.weight_step == 0
-    assert (queue.counts().sent, queue.counts().sent_faults, queue.counts().fragments_sent) == (3, 1, 1)
+    assert (queue.books.account().sent, queue.books.account().sent_faults, queue.metrics()["fleet/fragments_sent"]) == (
+        3,
+        1,
+        1,
+    )
 
 
 def test_a_sink_that_raises_leaves_its_fragments_to_be_abandoned():
@@ -124,10 +138,10 @@ def test_a_sink_that_raises_leaves_its_fragments_to_be_abandoned():
         queue.put(fragment(number))
     with pytest.raises(ValueError, match="the sink broke"):
         Sender(queue, ListSink(fails_at=0), lambda: None, None).run()
-    assert queue.counts().waiting == 12
+    assert queue.books.account().waiting == 12
     queue.abandon()
-    assert (queue.counts().waiting, queue.counts().abandoned) == (0, 12)
-    assert not queue.put(fragment(9)) and queue.counts().abandoned == 16
+    assert (queue.books.account().waiting, queue.books.account().abandoned) == (0, 12)
+    assert not queue.put(fragment(9)) and queue.books.account().abandoned == 16
 
 
 def test_lag_is_told_by_step():
@@ -148,7 +162,7 @@ def test_staleness_goes_by_step_and_is_judged_when_it_is_sent():
     newest[0] = WeightVersion(0, 4)
     sender.send_some(0)
     assert sink.fragments[-1].weight_steps.tolist() == [2, 2, 2]
-    counts = queue.counts()
+    counts = queue.books.account()
     assert (counts.stale, counts.sent, counts.waiting) == (2 + 4 + 1, 2 + 4 + 3, 0)
 
 
@@ -184,5 +198,3 @@ def test_an_account_closes_or_says_that_it_does_not():
     assert account.ended() == StepAccount(started=10, sent=2, sent_faults=1, stale=1, abandoned=6)
     assert not StepAccount(started=11, sent=10).closes and not StepAccount(sent=1, stale=-1).closes
     assert StepAccount.total([account, account]).waiting == 6
-    steps = StepCounts(started=10, acting=1, buffered=2, cut=6, stale=1)
-    assert StepAccount.of(steps, queue_of().counts()).waiting == 6

@@ -29,7 +29,7 @@ GOOD = {"id": "a", "object": "text_completion", "choices": [choice(index, index 
 @pytest.fixture(scope="module")
 def request_():
     call = GenerationCall(PROMPTS, N, Decoding(stop_strings=("zz", "\n")), (1, 2))
-    (request,) = PenstockDialect().requests(call, Tokenizer.load("penstock"), "tiny", None, None)
+    (request,) = PenstockDialect().requests(call, Tokenizer.load("penstock"), "tiny")
     return request
 
 

@@ -37,9 +37,9 @@ def read(content):
     return [choice["token_ids"][0] for choice in choices]
 
 
-def request(seed=1, tokens=10, session=None, target=None):
+def request(seed=1, tokens=10):
     body = json.dumps({"seeds": [seed], "n": 1}).encode()
-    return ServerRequest(body, tokens, read, session, target)
+    return ServerRequest(body, tokens, read)
 
 
 def metric(pool, name):

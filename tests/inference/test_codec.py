@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from penstock.inference import codec as module
 from penstock.inference.codec import MalformedAnswer, PenstockDialect, largest_body_bytes
-from penstock.inference.routing import PinnedServer
 from penstock.inference.sequence import LONGEST_STOP_STRING, MOST_STOP_STRINGS
 from penstock.types import Decoding, EnvironmentFailure, GenerationCall, WeightVersion
 
@@ -31,7 +30,7 @@ def choice(index, text="x", **changes):
 def test_a_request_says_everything_that_is_asked_for(codec):
     (request,) = PenstockDialect().requests(
         call(temperature=0.7, top_k=5, top_p=0.9, max_output_tokens=30, stop_strings=("x", "y"), min_p=0.1), codec,
-        "policy", "talk", PinnedServer("inference-1"), WeightVersion(2, 40),
+        "policy", WeightVersion(2, 40),
     )  # fmt: skip
     assert json.loads(request.body) == {
         "model": "policy", "prompt": [[97, 98], [99]], "n": 2, "seeds": [11, 12], "temperature": 0.7, "top_k": 5,
@@ -39,11 +38,10 @@ def test_a_request_says_everything_that_is_asked_for(codec):
         "return_token_ids": True, "least_weights": [2, 40],
     }  # fmt: skip
     assert request.tokens == 3 + 4 * 30
-    assert (request.session, request.target) == ("talk", PinnedServer("inference-1"))
 
 
 def test_stop_tokens_of_the_call_win_over_the_tokenizers(codec):
-    (request,) = PenstockDialect().requests(call(stop_token_ids=(7, 9)), codec, "policy", None, None)
+    (request,) = PenstockDialect().requests(call(stop_token_ids=(7, 9)), codec, "policy")
     assert json.loads(request.body)["stop_token_ids"] == [7, 9] and "least_weights" not in json.loads(request.body)
 
 
@@ -51,18 +49,18 @@ def test_a_large_call_goes_in_several_requests(codec, monkeypatch):
     monkeypatch.setattr(module, "REQUEST_TOKENS", 50)
     sizes = [1, 1, 45, 60, 1]
     large = call(["a" * size for size in sizes], 1, range(5), max_output_tokens=4)
-    requests = PenstockDialect().requests(large, codec, "policy", None, None)
+    requests = PenstockDialect().requests(large, codec, "policy")
     assert [[len(p) for p in json.loads(r.body)["prompt"]] for r in requests] == [[1, 1], [45], [60], [1]]
     assert [json.loads(r.body)["seeds"] for r in requests] == [[0, 1], [2], [3], [4]]
     assert [r.tokens for r in requests] == [10, 49, 64, 5]
     monkeypatch.setattr(module, "REQUEST_RESPONSES", 4)
-    few = PenstockDialect().requests(call(["a"] * 5, 2, range(5), max_output_tokens=1), codec, "policy", None, None)
+    few = PenstockDialect().requests(call(["a"] * 5, 2, range(5), max_output_tokens=1), codec, "policy")
     assert [len(json.loads(r.body)["prompt"]) for r in few] == [2, 2, 1]
 
 
 def test_an_answer_becomes_completions_in_order(codec):
     asked = call(stop_strings=("!",))
-    (request,) = PenstockDialect().requests(asked, codec, "policy", None, None)
+    (request,) = PenstockDialect().requests(asked, codec, "policy")
     exact = np.float32(-1 / 3)
     choices = [
         choice(0, "hi!?"),
@@ -85,7 +83,7 @@ def test_an_answer_becomes_completions_in_order(codec):
 
 
 def test_a_logprob_that_is_not_finite_stays_so(codec):
-    (request,) = PenstockDialect().requests(call(["a"], 1, [1]), codec, "policy", None, None)
+    (request,) = PenstockDialect().requests(call(["a"], 1, [1]), codec, "policy")
     answer = {"choices": [choice(0, "ab", token_logprobs=[None, -1])]}
     ((completion,),) = request.read(json.dumps(answer).encode())
     assert np.isnan(completion.response_logprobs).tolist() == [True, False]
@@ -119,7 +117,7 @@ def test_a_logprob_that_is_not_finite_stays_so(codec):
     ],
 )
 def test_an_answer_that_does_not_fit_is_refused(codec, change, said):
-    (request,) = PenstockDialect().requests(call(["a"], 1, [1]), codec, "policy", None, None)
+    (request,) = PenstockDialect().requests(call(["a"], 1, [1]), codec, "policy")
     with pytest.raises(MalformedAnswer, match=said):
         request.read(json.dumps({"choices": [choice(0) | change]}).encode())
 
@@ -127,7 +125,7 @@ def test_an_answer_that_does_not_fit_is_refused(codec, change, said):
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"{}", b'{"choices": 5}', b'{"choices": [[]]}',
                                      b'{"choices": []}', b'{"choices": [5]}', b"[" * 100_000, b"\xff\xfe"])  # fmt: skip
 def test_what_is_no_answer_is_refused(codec, content):
-    (request,) = PenstockDialect().requests(call(["a"], 1, [1]), codec, "policy", None, None)
+    (request,) = PenstockDialect().requests(call(["a"], 1, [1]), codec, "policy")
     with pytest.raises(MalformedAnswer):
         request.read(content)
 
@@ -141,7 +139,7 @@ json_values = st.recursive(
 
 @given(name=st.sampled_from(sorted(choice(0))), value=json_values)
 def test_any_value_in_any_place_is_read_or_refused(codec, name, value):
-    (request,) = PenstockDialect().requests(call(["a"], 1, [1]), codec, "policy", None, None)
+    (request,) = PenstockDialect().requests(call(["a"], 1, [1]), codec, "policy")
     content = json.dumps({"choices": [choice(0) | {name: value}]}).encode()
     try:
         ((completion,),) = request.read(content)
@@ -153,12 +151,12 @@ def test_any_value_in_any_place_is_read_or_refused(codec, name, value):
 @pytest.mark.parametrize("bad", [np.zeros(2), np.zeros((1, 2), np.int32), np.zeros(2, np.int64)])
 def test_a_prompt_must_be_int32(codec, bad):
     with pytest.raises(EnvironmentFailure, match="must be int32"):
-        PenstockDialect().requests(GenerationCall([bad], 1, Decoding(), [1]), codec, "policy", None, None)
+        PenstockDialect().requests(GenerationCall([bad], 1, Decoding(), [1]), codec, "policy")
 
 
 def test_a_prompt_without_a_seed_is_a_mistake(codec):
     with pytest.raises(ValueError, match="2 prompts have 1 seeds"):
-        PenstockDialect().requests(call(seeds=(1,)), codec, "policy", None, None)
+        PenstockDialect().requests(call(seeds=(1,)), codec, "policy")
 
 
 @pytest.mark.parametrize("max_seq_len", [64, 1024, pytest.param(131_072, marks=pytest.mark.slow)])
@@ -174,12 +172,12 @@ def test_the_largest_round_fits_the_servers_limit(codec, max_seq_len):
     sizes = [
         len(request.body)
         for call in (wide, long)
-        for request in PenstockDialect().requests(call, codec, "policy", None, None, newest)
+        for request in PenstockDialect().requests(call, codec, "policy", newest)
     ]
     most = largest_body_bytes(max_seq_len, codec.vocab_size)
     assert max(sizes) <= most < 2 * max(sizes)
 
 
 def test_half_of_a_surrogate_pair_in_a_stop_string_arrives(codec):
-    (request,) = PenstockDialect().requests(call(stop_strings=("\ud800", "\U0001f600")), codec, "policy", None, None)
+    (request,) = PenstockDialect().requests(call(stop_strings=("\ud800", "\U0001f600")), codec, "policy")
     assert json.loads(request.body)["stop"] == ["\ud800", "\U0001f600"]

@@ -70,7 +70,7 @@ def call(n=1, prompts=(PROMPT,), **decoding):
 
 def asked(call, dialect=None, least=None, server=SERVER, codec=None):
     dialect = dialect or VllmDialect(external(), 128)
-    requests = dialect.requests(call, codec or WordCodec(), "policy", None, None, least)
+    requests = dialect.requests(call, codec or WordCodec(), "policy", least)
     return [request.bound_to(server) for request in requests]
 
 
@@ -119,7 +119,7 @@ def test_what_vllm_said_is_read_token_for_token():
 def test_of_what_a_response_took_the_seconds_of_its_request_are_known(monkeypatch, dialect):
     now = [50.0]
     monkeypatch.setattr("penstock.inference.external.time.monotonic", lambda: now[0])
-    (request,) = dialect.requests(call(), WordCodec(), "policy", None, None)
+    (request,) = dialect.requests(call(), WordCodec(), "policy")
     now[0] += 3.0  # until there is room at a server
     sent = request.bound_to(SERVER)
     now[0] += 0.75
@@ -359,8 +359,8 @@ def test_a_full_server_is_busy_and_not_broken(context, codec, fake):
     fake.full = True
     pool = context._pool
     future = pool._thread.submit(pool._ask_all(pool.dialect.requests(
-        GenerationCall([codec.encode("one")], 1, Decoding(max_output_tokens=2), [1]), codec, "policy", None, None
-    )))  # fmt: skip
+        GenerationCall([codec.encode("one")], 1, Decoding(max_output_tokens=2), [1]), codec, "policy"
+    ), None, None))  # fmt: skip
     while not metric(pool, "refusals_total"):
         assert not future.done()
     fake.full = False

@@ -149,9 +149,9 @@ def test_an_ordered_context_asks_for_one_thing_at_a_time_and_for_as_much_as_fits
     asked: list[list[tuple[int, ...]]] = []
     ask = remote._pool.ask
 
-    def noted(requests):
+    def noted(requests, *where):
         asked.append([tuple(len(prompt) for prompt in request.read.prompts) for request in requests])
-        return ask(requests)
+        return ask(requests, *where)
 
     monkeypatch.setattr(remote._pool, "ask", noted)
     monkeypatch.setattr(module, "REQUEST_TOKENS", 20)

@@ -31,7 +31,7 @@ VALUES = {name: 7 if field.dtype is np.int32 else 0.25 for name, field in SAMPLI
 def test_a_parameter_goes_from_its_key_over_the_wire_into_a_slot_and_a_row(name, codec):
     decoding = SamplingParams.model_validate({name: VALUES[name]}).decoding(codec)
     prompt = np.array([1, 2], np.int32)
-    (request,) = PenstockDialect().requests(GenerationCall([prompt], 1, decoding, [3]), codec, "policy", None, None)
+    (request,) = PenstockDialect().requests(GenerationCall([prompt], 1, decoding, [3]), codec, "policy")
     assert json.loads(request.body)[name] == VALUES[name]
     read = read_body(CompletionBody, request.body, 64)
     received = read.decoding(read.max_tokens)

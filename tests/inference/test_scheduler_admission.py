@@ -76,7 +76,7 @@ def test_responses_take_the_slots_that_hold_their_prompts_before_others_take_any
     batch.admit(
         [response(3, 4), response(3, 4), response(1, 2), response(7, 8)], WeightVersion(0, 0), fresh_start=False
     )
-    held = {slot: each.prompt.tolist() for slot, each in batch._slots.occupied()}
+    held = {slot: each.prompt.tolist() for slot, each in batch.slots.occupied()}
     assert held == {0: [1, 2], 1: [3, 4], 3: [3, 4], 4: [7, 8]}  # 2 still holds what nobody asks for now
     assert done[0] == {3: (1, 1)} and [i for i, row in enumerate(done[1]) if row >= 0] == [4]
 

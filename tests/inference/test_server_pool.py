@@ -55,7 +55,7 @@ def test_load_goes_where_less_is_outstanding(start, make_pool, in_threads):
     slow.behave = slow.hang
     quick = start()
     pool = make_pool(slow.known_as("slow"), quick.known_as("quick"))
-    stuck = in_threads(pool.ask, [request(0, tokens=50, target=PinnedServer("slow"))])
+    stuck = in_threads(pool.ask, [request(0, tokens=50)], target=PinnedServer("slow"))
     slow.wait_for_requests(1)
     assert metric(pool, "outstanding_tokens/slow") == 50
     for seed in range(5):
@@ -70,7 +70,7 @@ def test_a_session_stays_with_its_server(start, make_pool):
     servers = [start() for _ in range(3)]
     pool = make_pool(*(s.known_as(f"inference-{i}") for i, s in enumerate(servers)))
     for turn in range(6):
-        pool.ask([request(turn, session="talk")])
+        pool.ask([request(turn)], "talk")
     assert sorted(len(s.bodies) for s in servers) == [0, 0, 6]
 
 
@@ -111,13 +111,13 @@ def test_a_death_in_the_middle_is_survived_by_all_and_a_session_moves_on(start, 
     victim, heir = start(), start()
     victim.behave = victim.hang
     pool = make_pool(victim.known_as("victim"))
-    asked = [in_threads(pool.ask, [request(seed, session="talk")]) for seed in range(5)]
+    asked = [in_threads(pool.ask, [request(seed)], "talk") for seed in range(5)]
     victim.wait_for_requests(5)
     pool.set_servers([victim.known_as("victim"), heir.known_as("heir")])
     victim.over.set()
     assert [one.result(WAIT_S) for one in asked] == [[[seed]] for seed in range(5)]
     assert sorted(body["seeds"] for body in heir.bodies) == [[0], [1], [2], [3], [4]]
-    pool.ask([request(9, session="talk")])
+    pool.ask([request(9)], "talk")
     assert len(heir.bodies) == 6 and len(victim.bodies) == 5
 
 
@@ -180,11 +180,11 @@ def test_a_server_that_is_full_is_left_for_another(start, make_pool):
 def test_a_conversation_waits_for_its_server_when_that_is_full(start, make_pool):
     home, other = start(), start()
     pool = make_pool(home.known_as("home"))
-    pool.ask([request(0, session="talk")])
+    pool.ask([request(0)], "talk")
     pool.set_servers([home.known_as("home"), other.known_as("other")])
     replies = iter([refusal(429)] * 2)
     home.behave = lambda body: next(replies, None) or answer(body)
-    assert pool.ask([request(1, session="talk")]) == [[1]]
+    assert pool.ask([request(1)], "talk") == [[1]]
     assert len(home.bodies) == 4 and not other.bodies
 
 
@@ -216,10 +216,10 @@ def test_a_draining_server_finishes_what_it_has_and_gets_nothing_new(start, make
     release = threading.Event()
     draining.behave = lambda body: (release.wait(WAIT_S), answer(body))[1]
     pool = make_pool(draining.known_as("draining"))
-    running = in_threads(pool.ask, [request(1, session="talk")])
+    running = in_threads(pool.ask, [request(1)], "talk")
     draining.wait_for_requests(1)
     pool.set_servers([draining.known_as("draining", accepting=False), other.known_as("other")])
-    assert pool.ask([request(2, session="talk")]) == [[2]] and len(other.bodies) == 1
+    assert pool.ask([request(2)], "talk") == [[2]] and len(other.bodies) == 1
     release.set()
     assert running.result(WAIT_S) == [[1]] and len(draining.bodies) == 1
 
@@ -242,14 +242,14 @@ def test_no_answer_in_time_names_the_servers_and_what_they_did(start, make_pool)
 def test_a_target_waits_for_its_name_and_fails_with_its_incarnation(start, make_pool, in_threads):
     other, reborn = start(), start()
     pool = make_pool(other.known_as("other"))
-    waiting = in_threads(pool.ask, [request(1, target=PinnedServer("inference-0"))])
+    waiting = in_threads(pool.ask, [request(1)], target=PinnedServer("inference-0"))
     with pytest.raises(UnreachableError, match="inference-0#0 does not live"):
-        pool.ask([request(2, target=PinnedServer("inference-0", 0))])
+        pool.ask([request(2)], target=PinnedServer("inference-0", 0))
     wait_until(lambda: metric(pool, "waiting") == 1)
     pool.set_servers([other.known_as("other"), reborn.known_as("inference-0", 1)])
     assert waiting.result(WAIT_S) == [[1]] and not other.bodies
     with pytest.raises(UnreachableError):
-        pool.ask([request(2, target=PinnedServer("inference-0", 0))])
+        pool.ask([request(2)], target=PinnedServer("inference-0", 0))
 
 
 def test_one_failed_request_ends_its_siblings(start, make_pool):

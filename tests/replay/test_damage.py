@@ -276,7 +276,8 @@ def test_a_log_keeps_its_sound_lines_and_the_original_is_kept_whole(directory):
 
 @pytest.mark.attack
 def test_a_lost_life_continues_the_one_before_it_where_its_first_ticket_was_admitted(directory):
-    forks = [{"lineage": 1, "parent": 0, "step": 3}, None, {"lineage": 3, "parent": 2, "step": 9}, None]
+    beyond = {"lineage": 4, "parent": 3, "step": 2**63}
+    forks = [{"lineage": 1, "parent": 0, "step": 3}, None, {"lineage": 3, "parent": 2, "step": 9}, beyond]
     directory.lineages_path.write_text("".join((json.dumps(f) if f else "gone") + "\n" for f in forks))
     tickets = [(1, 3), (2, 6), (2, 7), (3, 9)]
     rows = [{"ticket_id": f"cats-{i}-{k}", "rollouts": 1, "lineage": i, "admitted_step": s} for k, (i, s) in

@@ -44,12 +44,12 @@ from penstock.dashboard.observation import LONGEST_REST_S, REST, ObservedRun, Ob
 from penstock.dashboard.pages import RUN_PAGES, film, runs_page, safe
 from penstock.dashboard.rollouts import distinct_names, plain
 from penstock.inference.access import TOKEN_SHOWN, AccessRules, BoundedPosts, KnownHost
-from penstock.inference.config import is_loopback
 from penstock.inference.http_server import HttpServer
 from penstock.rundir.directory import cache_folder
 from penstock.rundir.logs import to_json
 from penstock.rundir.views import RunViews
 from penstock.types import ConfigError, PenstockError
+from penstock.types.addresses import is_loopback
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "

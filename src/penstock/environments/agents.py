@@ -51,7 +51,7 @@ from penstock.environments.example_environment import (
     mean_by_name,
 )
 from penstock.environments.multi_turn import MOST_AT_ONCE, GaveNoAnswer, within
-from penstock.environments.problem_rows import RowReader, read_rows, split_by_prompt
+from penstock.environments.problem_rows import examples_of, read_rows, split_by_prompt
 from penstock.types import (
     AgentContext,
     AgentSession,
@@ -119,8 +119,7 @@ class AgentEnvironment(ExampleEnvironment):
         self._max_seconds = max_seconds
         self._path = path
         if path is not None:
-            reader = RowReader(prompt_column, answer_column)
-            self.examples = reader.examples(read_rows(path, "env_args.path"), str(path))
+            self.examples = examples_of(read_rows(path, "env_args.path"), str(path), prompt_column, answer_column)
 
     @cached_property
     @override

@@ -19,9 +19,9 @@ from typing import Literal
 import numpy as np
 
 from penstock.environments.base import Reference, Template
-from penstock.environments.calculator import calculate, show_number
 from penstock.environments.episode import SingleTurnEnvironment
 from penstock.environments.example_environment import Example, split_by_rank
+from penstock.environments.expressions import calculate, show_number
 from penstock.types import Completion, fold, generator
 
 EVAL_FRACTION = 0.2

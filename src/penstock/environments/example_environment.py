@@ -97,6 +97,15 @@ def stable_unit(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:7], "big") / 2**56
 
 
+def hashed_id(text: str, seen: Counter[str] | None = None) -> str:
+    """An `example_id` that follows from what a problem is; equal ones that were `seen` are told apart by number."""
+    identity = f"{int(stable_unit(text) * 2**48):012x}"
+    if seen is None:
+        return identity
+    seen[identity] += 1
+    return identity if seen[identity] == 1 else f"{identity}-{seen[identity]}"
+
+
 def split_by_rank(examples: Sequence[T], eval_fraction: float, identity: Callable[[T], str]) -> tuple[list[T], list[T]]:
     """Splits a fixed list: the given share (at least one) of smallest hash is held out.
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from penstock.environments.base import REWARD_LIMIT, Scores, Template
 from penstock.environments.episode import GroupScoredEnvironment
 from penstock.environments.example_environment import Example
-from penstock.environments.problem_rows import RowReader, prompt_key, read_rows, split_by_prompt
+from penstock.environments.problem_rows import examples_of, prompt_key, read_rows, split_by_prompt
 from penstock.environments.reward_process import RewardFunctions
 from penstock.environments.reward_worker import RewardFunction
 from penstock.types import Completion, ConfigError
@@ -89,13 +89,14 @@ class JsonlEnvironment(GroupScoredEnvironment):
             raise ConfigError(f"env_args.max_rows is {max_rows}: it must be at least 1, or null for all")
         if truncated_reward is not None and not abs(truncated_reward) <= REWARD_LIMIT:
             raise ConfigError(f"env_args.truncated_reward is {truncated_reward}: rewards lie within ±{REWARD_LIMIT:g}")
-        reader = RowReader(prompt_column, answer_column, prompt_format)
-        rows = read_rows(path, "env_args.path")[:max_rows]
+        form = (prompt_column, answer_column, prompt_format)
+        examples = examples_of(read_rows(path, "env_args.path")[:max_rows], str(path), *form)
         if eval_path is None:
-            self._split = split_by_prompt(reader.examples(rows, str(path)), eval_fraction, str(path))
+            self._split = split_by_prompt(examples, eval_fraction, str(path))
         else:
-            held_out = reader.examples(read_rows(eval_path, "env_args.eval_path")[:max_rows], str(eval_path))
-            self._split = _without(reader.examples(rows, str(path)), held_out, name), held_out
+            held_out_rows = read_rows(eval_path, "env_args.eval_path")[:max_rows]
+            held_out = examples_of(held_out_rows, str(eval_path), *form)
+            self._split = _without(examples, held_out, name), held_out
         self._truncated_reward = truncated_reward
         self._chat_template_kwargs = chat_template_kwargs or {}
         self._rewards = RewardFunctions(

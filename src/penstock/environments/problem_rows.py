@@ -8,12 +8,13 @@ import glob
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.environments.base import Prompt
-from penstock.environments.example_environment import Example, split_by_hash, stable_unit
+from penstock.environments.example_environment import Example, hashed_id, split_by_hash
 from penstock.types import ConfigError
 from penstock.types.importing import nearest
 
@@ -119,62 +120,57 @@ def _read_parquet(path: str, field: str) -> list[Row]:
         raise ConfigError(f"{field} {path!r} cannot be read as Parquet: {error or type(error).__name__}") from error
 
 
-class RowReader:
-    """Makes examples of rows.
+def examples_of(
+    rows: Sequence[Row], path: str, prompt_column: str, answer_column: str | None, prompt_format: str | None = None
+) -> list[Example]:
+    """One example per row; equal rows are told apart by number, and a column that only others have is None.
 
     Args:
+        rows: Of a data set.
+        path: Where they were read, for messages.
         prompt_column: Holds the prompt: text, or chat messages.
         answer_column: Holds the reference answer; None where there is none.
         prompt_format: Makes the prompt from a row's columns instead.
     """
+    seen: Counter[str] = Counter()
+    examples: list[Example] = []
+    names: dict[str, None] = {name: None for row in rows for name in row}
+    for number, row in enumerate(rows, start=1):
+        source = f"row {number} of {path}"
+        prompt = _prompt(row, source, prompt_column, prompt_format)
+        answer = ""
+        if answer_column:
+            without = "; set it to null where the problems have none"
+            answer = column(row, answer_column, "env_args.answer_column", source, without)
+        example_id = hashed_id(json.dumps([prompt, answer], sort_keys=True, default=str), seen)
+        columns = row if len(row) == len(names) else {**names, **row}
+        examples.append(Example(example_id, prompt, str(answer), columns))
+    answered = sum(not isinstance(e.prompt, str) and e.prompt[-1].get("role") == "assistant" for e in examples)
+    if answered:
+        logger.warning(
+            "%s: %d of %d prompts end with a message of the assistant, after which the policy is asked for "
+            "another: where that is the answer, take it out, and give it as answer_column",
+            path, answered, len(examples),
+        )  # fmt: skip
+    return examples
 
-    def __init__(self, prompt_column: str, answer_column: str | None, prompt_format: str | None = None) -> None:
-        self._prompt_column = prompt_column
-        self._answer_column = answer_column
-        self._prompt_format = prompt_format
 
-    def examples(self, rows: Sequence[Row], path: str) -> list[Example]:
-        """One example per row; equal rows are told apart by number, and a column that only others have is None."""
-        seen: dict[str, int] = {}
-        examples: list[Example] = []
-        names: dict[str, None] = {name: None for row in rows for name in row}
-        for number, row in enumerate(rows, start=1):
-            source = f"row {number} of {path}"
-            prompt = self._prompt(row, source)
-            answer = ""
-            if self._answer_column:
-                without = "; set it to null where the problems have none"
-                answer = column(row, self._answer_column, "env_args.answer_column", source, without)
-            identity = f"{int(stable_unit(_identity(prompt, answer)) * 2**48):012x}"
-            seen[identity] = seen.get(identity, 0) + 1
-            example_id = identity if seen[identity] == 1 else f"{identity}-{seen[identity]}"
-            columns = row if len(row) == len(names) else {**names, **row}
-            examples.append(Example(example_id, prompt, str(answer), columns))
-        answered = sum(not isinstance(e.prompt, str) and e.prompt[-1].get("role") == "assistant" for e in examples)
-        if answered:
-            logger.warning(
-                "%s: %d of %d prompts end with a message of the assistant, after which the policy is asked for "
-                "another: where that is the answer, take it out, and give it as answer_column",
-                path, answered, len(examples),
-            )  # fmt: skip
-        return examples
-
-    def _prompt(self, row: Row, source: str) -> Prompt:
-        if self._prompt_format is not None:
-            try:
-                return self._prompt_format.format(**row)
-            except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
-                raise ConfigError(
-                    f"env_args.prompt_format {self._prompt_format!r} does not fit {source}: {error!r}; "
-                    f"its columns are {', '.join(row)}; a brace that is meant as one is written twice"
-                ) from error
-        prompt = column(row, self._prompt_column, "env_args.prompt_column", source)
-        if isinstance(prompt, str) or _are_messages(prompt):
-            return prompt
-        raise ConfigError(
-            f"env_args.prompt_column {self._prompt_column!r}: {source} holds {prompt!r:.60} ({type(prompt).__name__}): "
-            "expected text, or a list of messages with role and content"
-        )
+def _prompt(row: Row, source: str, name: str, prompt_format: str | None) -> Prompt:
+    if prompt_format is not None:
+        try:
+            return prompt_format.format(**row)
+        except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"env_args.prompt_format {prompt_format!r} does not fit {source}: {error!r}; "
+                f"its columns are {', '.join(row)}; a brace that is meant as one is written twice"
+            ) from error
+    prompt = column(row, name, "env_args.prompt_column", source)
+    if isinstance(prompt, str) or _are_messages(prompt):
+        return prompt
+    raise ConfigError(
+        f"env_args.prompt_column {name!r}: {source} holds {prompt!r:.60} ({type(prompt).__name__}): "
+        "expected text, or a list of messages with role and content"
+    )
 
 
 def split_by_prompt(examples: list[Example], fraction: float, path: str) -> tuple[list[Example], list[Example]]:
@@ -200,7 +196,3 @@ def _are_messages(prompt: Any) -> bool:
         and bool(prompt)
         and all(isinstance(message, dict) and "role" in message and "content" in message for message in prompt)
     )
-
-
-def _identity(prompt: Prompt, answer: Any) -> str:
-    return json.dumps([prompt, answer], sort_keys=True, default=str)

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from penstock.environments.base import Scores, Template
 from penstock.environments.episode import GroupScoredEnvironment
-from penstock.environments.example_environment import Example, split_by_hash, stable_unit
+from penstock.environments.example_environment import Example, hashed_id, split_by_hash
 from penstock.environments.reward_process import RewardFunctions
 from penstock.types import Completion, ConfigError
 from penstock.types.importing import nearest
@@ -105,7 +105,7 @@ class ReasoningGymEnvironment(GroupScoredEnvironment):
             entry = dataset[index]
             question = str(entry["question"])
             answer = "" if entry["answer"] is None else str(entry["answer"])
-            example_id = f"{int(stable_unit(question) * 2**48):012x}"
+            example_id = hashed_id(question)
             shown = {"index": index, "question": question, "literal": _literal(entry)}
             found.setdefault(example_id, Example(example_id, question, answer, {"entry": shown}))
             if time.monotonic() - began > _SLOW_S:

@@ -1,7 +1,7 @@
 """Reward functions, one or several, weighted: `RewardFunctions`. The graders of `rewards` run here.
 
 A user's function that is named runs in a process of its own: it may be slow, crash, hang or print, and harms only its
-group. One that is given as an object, from a notebook's cell, is called here (`_InThisProcess`), with none of that.
+group. One that is given as an object, from a notebook's cell, is called here (`_called_here`), with none of that.
 
 Parent and child speak JSON lines over pipes (no pickle). One question has one answer: both carry the id of the call and
 the ids of the completions. Whatever else comes through the channel ends the process and fails the group that meets it,
@@ -442,7 +442,7 @@ class RewardFunctions:
         with ExitStack() as begun:  # where one cannot be loaded, those before it end
             for given, path, name, weight in zip(functions, paths, _short_names(paths), weights, strict=True):
                 if not isinstance(given, str):
-                    score = _InThisProcess(given, name, processes).score
+                    score = _called_here(given, name, processes)
                 elif path.startswith(OBJECT) or path.rpartition(".")[0] == graders.__name__:
                     score = _graded(load_attribute(path, "env_args.reward"), path)
                 else:
@@ -501,33 +501,28 @@ class _Weighted:
     score: Callable[[Mapping[str, Any]], Scores]
 
 
-class _InThisProcess:
-    """A function that was given as an object. What it raises fails its group; nothing else is guarded.
+def _called_here(function: RewardFunction, name: str, calls: int) -> Callable[[Mapping[str, Any]], Scores]:
+    """Calls a function that was given as an object, sync or async, so many times at once.
 
-    Args:
-        function: Sync or async; several threads call it at once.
-        name: What the function is called in messages.
-        calls: How many at once.
+    What it raises fails its group; nothing else is guarded. It gets a copy: the rows of the data set are among its
+    arguments.
     """
+    if not callable(function):
+        raise ConfigError(f"env_args.reward is {function!r:.60}: give a function, or the name of one")
+    free = threading.BoundedSemaphore(calls)
 
-    def __init__(self, function: RewardFunction, name: str, calls: int) -> None:
-        if not callable(function):
-            raise ConfigError(f"env_args.reward is {function!r:.60}: give a function, or the name of one")
-        self._function = function
-        self._name = name
-        self._free = threading.BoundedSemaphore(calls)
-
-    def score(self, arguments: Mapping[str, Any]) -> Scores:
-        """Calls it with a copy: the rows of the data set are among them."""
+    def score(arguments: Mapping[str, Any]) -> Scores:
         try:
-            with self._free:
-                return call(self._function, self._name, copy.deepcopy(dict(arguments)))
+            with free:
+                return call(function, name, copy.deepcopy(dict(arguments)))
         except EnvironmentFailure:
             raise
         except (Exception, SystemExit) as error:
-            logger.info("reward function %s raised", self._name, exc_info=True)
+            logger.info("reward function %s raised", name, exc_info=True)
             said = shortened(f"{type(error).__name__}: {error}".removesuffix(": "), MOST_FAILURE_CHARS)
-            raise EnvironmentFailure(f"reward function {self._name} raised {said}") from error
+            raise EnvironmentFailure(f"reward function {name} raised {said}") from error
+
+    return score
 
 
 def _graded(grader: Callable[..., list[float]], path: str) -> Callable[[Mapping[str, Any]], Scores]:

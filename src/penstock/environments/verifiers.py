@@ -31,6 +31,7 @@ import math
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from penstock.environments.base import Prompt
-from penstock.environments.example_environment import Example, split_by_hash, stable_unit
+from penstock.environments.example_environment import Example, hashed_id, split_by_hash
 from penstock.environments.multi_turn import Conversation, MultiTurnEnvironment, Reply
 from penstock.environments.problem_rows import prompt_key
 from penstock.text.tool_calls import CALL_END, said_beside, tool_calls
@@ -335,15 +336,12 @@ def _text_of(part: Any) -> str:
 
 def _examples(rows: Any) -> list[Example]:
     """One example per row; equal rows are told apart by their number."""
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     examples: list[Example] = []
     for row in rows:
         prompt = _prompt(row["prompt"])
-        whole = json.dumps([prompt, row.get("answer"), row.get("info")], sort_keys=True, default=str)
-        identity = f"{int(stable_unit(whole) * 2**48):012x}"
-        seen[identity] = seen.get(identity, 0) + 1
-        example_id = identity if seen[identity] == 1 else f"{identity}-{seen[identity]}"
         answer = row.get("answer")
+        example_id = hashed_id(json.dumps([prompt, answer, row.get("info")], sort_keys=True, default=str), seen)
         examples.append(Example(example_id, prompt, "" if answer is None else str(answer), row))
     return examples
 

@@ -5,12 +5,10 @@ sent is the replay buffer's from there on (`sent` steps become waiting, trained,
 travel in the same fragments and are never trained on). Accounts of several workers, and of their earlier lives, add up.
 """
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Self
-
-from penstock.fleet.fragments import StepCounts
-from penstock.fleet.sender import SendCounts
+from typing import Literal, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +36,6 @@ class StepAccount:
     stale: int = 0
     dropped: int = 0
     abandoned: int = 0
-
-    @classmethod
-    def of(cls, steps: StepCounts, sending: SendCounts) -> Self:
-        """Joins what a cutter and a queue say; `sending` must have been read first.
-
-        A fragment between the two counts as waiting.
-        """
-        settled = sending.sent + sending.sent_faults + sending.stale + sending.dropped + sending.abandoned
-        return cls(
-            started=steps.started,
-            acting=steps.acting,
-            buffered=steps.buffered,
-            waiting=steps.cut - settled,
-            sent=sending.sent,
-            sent_faults=sending.sent_faults,
-            stale=steps.stale + sending.stale,
-            dropped=sending.dropped,
-            abandoned=sending.abandoned,
-        )
 
     @classmethod
     def total(cls, accounts: "Iterable[StepAccount]") -> Self:
@@ -109,3 +88,35 @@ class StepAccount:
     def metrics(self) -> dict[str, float]:
         """``fleet/steps_<place>``."""
         return {f"fleet/steps_{name}": float(value) for name, value in self.to_values().items()}
+
+
+class StepBooks:
+    """The account of one life of a worker, kept by those through whose hands its steps go. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps = StepAccount().to_values()
+
+    def add(self, **steps: int) -> None:
+        """So many more steps in each of these places; a negative number takes them away."""
+        with self._lock:
+            for place, count in steps.items():
+                self._steps[place] += count
+
+    def settle(self, steps: int, place: Literal["sent", "sent_faults", "stale", "dropped", "abandoned"]) -> None:
+        """So many waiting steps found their place; none, where `abandon` came first."""
+        with self._lock:
+            steps = min(steps, self._steps["waiting"])
+            self._steps["waiting"] -= steps
+            self._steps[place] += steps
+
+    def abandon(self) -> None:
+        """Every step that waits is given up."""
+        with self._lock:
+            self._steps["abandoned"] += self._steps["waiting"]
+            self._steps["waiting"] = 0
+
+    def account(self) -> StepAccount:
+        """Where the steps are at this moment."""
+        with self._lock:
+            return StepAccount(**self._steps)

@@ -186,17 +186,6 @@ class GiveUp:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class RestartAfter:
-    """The process is started again.
-
-    Attributes:
-        delay_s: After so long.
-    """
-
-    delay_s: float
-
-
 class RestartRecord:
     """Failures of one process slot.
 
@@ -217,11 +206,14 @@ class RestartRecord:
         """An action was answered: the next failure begins a new row."""
         self._in_row = 0
 
-    def failed(self, now_s: float) -> RestartAfter | GiveUp:
+    def failed(self, now_s: float) -> float | GiveUp:
         """Counts a failure and says what follows.
 
         Args:
             now_s: Monotonic time of the failure in seconds.
+
+        Returns:
+            After how many seconds the process is started again; or that it is not.
         """
         limits = self._limits
         if limits.max_restarts is not None and self.restarts >= limits.max_restarts:
@@ -243,7 +235,7 @@ class RestartRecord:
         self._recent.append(now_s)
         self._in_row += 1
         self.restarts += 1
-        return RestartAfter(min(limits.max_backoff_s, limits.backoff_s * 2.0 ** min(self._in_row - 1, 60)))
+        return min(limits.max_backoff_s, limits.backoff_s * 2.0 ** min(self._in_row - 1, 60))
 
 
 _ARRIVED = ARRIVED[0]

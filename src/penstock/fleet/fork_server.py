@@ -32,18 +32,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import psutil
+
 from penstock.environments.simulators import import_simulator, make_simulator
-from penstock.environments.simulators.processes import adopt_orphans, die_with_parent
+from penstock.environments.simulators.processes import adopt_orphans, descendants, die_with_parent, kill_trees
 from penstock.fleet.env_worker import run_env_worker
 from penstock.fleet.messages import EnvWorkerSpec
-from penstock.fleet.process_tree import (
-    OWNER_VARIABLE,
-    children_by_parent,
-    kill,
-    kill_group,
-    owner_of,
-    subtree,
-)
+from penstock.fleet.process_tree import OWNER_VARIABLE, kill_group, owner_of
 from penstock.types import ConfigError
 
 MOST_REQUEST_BYTES = 1 << 18
@@ -230,11 +225,8 @@ class ForkServer:
     def _kill_leftovers(self) -> None:
         """Kills adopted processes, with all below them, unless a simulator process that lives started them."""
         living = {leader.owner for leader in self._leaders.values()}
-        children = children_by_parent()
-        for pid in children.get(os.getpid(), ()):
-            if pid not in self._leaders and owner_of(pid) not in living:
-                for one in subtree(pid, children):
-                    kill(one)
+        adopted = [child for child in psutil.Process().children() if child.pid not in self._leaders]
+        kill_trees([child for child in adopted if owner_of(child) not in living])
 
     def _report_exit(self, leader: _Leader, status: int) -> None:
         while leader.output in self._selector.get_map() and self._read_output(leader):
@@ -250,11 +242,11 @@ class ForkServer:
         deadline_s = time.monotonic() + _END_S
         self._selector.close()
         while time.monotonic() < deadline_s:
-            children = children_by_parent()
             for leader in self._leaders:
                 kill_group(leader)
-            for pid in subtree(os.getpid(), children)[1:]:
-                kill(pid)
+            for process in descendants(os.getpid()):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             try:
                 while os.waitpid(-1, os.WNOHANG)[0] != 0:
                     pass

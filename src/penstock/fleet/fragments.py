@@ -18,14 +18,14 @@ Not covered: sending, and when steps are too old (`sender`).
 """
 
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.fleet.accounting import StepBooks
 from penstock.fleet.policy import Simulators
 from penstock.fleet.rollout_loop import is_large
 from penstock.fleet.steps import STEP_ROW, ActionBatch, Leaves, StepBatch, whole_rows
@@ -122,27 +122,8 @@ class UnsentFragment:
     states: dict[int, Leaves] = field(default_factory=dict[int, Leaves])
 
 
-@dataclass(slots=True)
-class StepCounts:
-    """Where the steps are that a cutter was told of.
-
-    Attributes:
-        started: Decisions: each is one step of a simulator.
-        acting: Their results are not known yet.
-        buffered: Results known, in a buffer that is not full.
-        cut: In fragments that were handed out.
-        stale: Discarded because the lineage of the weights changed.
-    """
-
-    started: int = 0
-    acting: int = 0
-    buffered: int = 0
-    cut: int = 0
-    stale: int = 0
-
-
 class FragmentCutter:
-    """Takes inference batches, gives fragments. One thread adds; any may read `counts`.
+    """Takes inference batches, gives fragments. For one thread.
 
     Args:
         pool: The started simulators: their spaces, and the task and environment's name of every slot.
@@ -151,6 +132,9 @@ class FragmentCutter:
         name: Begins the fragments' ids; unique to the worker's incarnation.
         keep_states: Keep the recurrent state at every change of version.
         clock: Unix seconds.
+
+    Attributes:
+        books: Told where the steps are; those of fragments that are handed out wait. Its own, until others are set.
     """
 
     def __init__(
@@ -184,13 +168,7 @@ class FragmentCutter:
         self._fragments = [0] * n
         self._finals: list[list[tuple[int, Leaves]]] = [[] for _ in range(n)]
         self._states: list[dict[int, Leaves]] = [{} for _ in range(n)]
-        self._counting = threading.Lock()
-        self._counts = StepCounts()
-
-    def counts(self) -> StepCounts:
-        """A consistent account of this moment."""
-        with self._counting:
-            return replace(self._counts)
+        self.books = StepBooks()
 
     def add(self, batch: StepBatch) -> list[UnsentFragment]:
         """Takes a batch in.
@@ -217,7 +195,10 @@ class FragmentCutter:
         cut = self._cut(batch, complete) if len(complete) else []
         at[complete] = 0
         self._filled[slots] = at + 1
-        self._count(len(slots), int(np.count_nonzero(acted)), len(cut) * self._length, stale)
+        decided, done, cut_steps = len(slots), int(np.count_nonzero(acted)), len(cut) * self._length
+        self.books.add(
+            started=decided, acting=decided - done, buffered=done - cut_steps - stale, waiting=cut_steps, stale=stale
+        )
         return cut
 
     def _discard_older_lineage(self, lineage: int, slots: np.ndarray, at: np.ndarray) -> int:
@@ -325,15 +306,6 @@ class FragmentCutter:
         if not finals:
             return self._no_finals
         return {leaf: np.stack([final[leaf] for final in finals]) for leaf in self._no_finals}
-
-    def _count(self, decided: int, acted: int, cut: int, stale: int) -> None:
-        with self._counting:
-            counts = self._counts
-            counts.started += decided
-            counts.acting += decided - acted
-            counts.cut += cut
-            counts.stale += stale
-            counts.buffered = counts.started - counts.acting - counts.cut - counts.stale
 
 
 def _rows_of(states: Leaves, rows: np.ndarray) -> list[Leaves]:

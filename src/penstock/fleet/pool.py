@@ -26,6 +26,7 @@ from penstock.fleet.config import FleetConfig, assign_tasks
 from penstock.fleet.env_process import GiveUp, ProcessSlot, ProcessState, RestartRecord
 from penstock.fleet.fork_client import FORK_SERVER_END_S, ForkReply, ForkServerClient
 from penstock.fleet.messages import EnvWorkerSpec, episode_seed
+from penstock.fleet.policy import OnEvent
 from penstock.fleet.process_tree import end_descendants_of_fork_server, kill_group
 from penstock.fleet.shared_block import FrameArea
 from penstock.fleet.steps import Leaves, StepArrival
@@ -181,9 +182,6 @@ def raise_if_all_given_up(processes: Sequence[ProcessSlot]) -> None:
         )
 
 
-EventHandler = Callable[[str, Mapping[str, Any]], None]
-"""Called with the name of an event and its fields."""
-
 _MOST_ASKED = 16  # requests to the fork server that wait for their answer
 _CLOSE_S = 1.0  # for simulators to close in good order
 
@@ -207,11 +205,11 @@ class SimulatorPool:
     """
 
     def __init__(
-        self, config: FleetConfig, worker_id: str, seed: int, on_event: EventHandler = lambda name, fields: None,
+        self, config: FleetConfig, worker_id: str, seed: int, on_event: OnEvent = lambda name, fields: None,
         worker_index: int = 0,
     ) -> None:  # fmt: skip
         self._config, self._worker_id, self._seed = config, worker_id, seed
-        self._on_event: EventHandler = lambda name, fields: on_event(name, {"worker": worker_id, **fields})
+        self._on_event: OnEvent = lambda name, fields: on_event(name, {"worker": worker_id, **fields})
         by_process = assign_tasks(config, worker_index)
         rows = self._rows = config.envs_per_process
         self.tasks = tuple(task for task in by_process for _ in range(rows))
@@ -477,7 +475,7 @@ class SimulatorPool:
             process.stage, process.limit = ProcessState.QUARANTINED, verdict.reason
             self._on_event("simulator_quarantined", {**fields, "limit": verdict.reason})
         else:
-            process.due_s += verdict.delay_s
+            process.due_s += verdict
 
     def _raise_if_lost(self) -> None:
         if self._fatal is not None:
@@ -547,7 +545,7 @@ class SimulatorPool:
         if isinstance(verdict, GiveUp):
             self._fatal = RunFailed(f"the simulators' fork server: {reason}; {verdict.reason}")
         else:
-            self._fork_server_due_s = now_s + verdict.delay_s
+            self._fork_server_due_s = now_s + verdict
         self._on_event("nursery_ended", {"reason": reason})
 
     def _tell_left_behind(self, fork_server: ForkServerClient) -> None:

@@ -15,11 +15,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
+from penstock.fleet.accounting import StepBooks
 from penstock.fleet.fragments import UnsentFragment
 from penstock.types import NoProgressError, RolloutBatch, RolloutGroup, RolloutSink, SampleFragment, WeightVersion
 
@@ -34,31 +35,6 @@ _BY_STEP = (
 )  # fmt: skip
 
 
-@dataclass(slots=True)
-class SendCounts:
-    """Where the steps are that a queue was given.
-
-    Attributes:
-        waiting: In the queue, or being sent.
-        sent: The sink has them, and they can be trained on.
-        sent_faults: The sink has them, marked as faults.
-        stale: Cut off, too old.
-        dropped: Lost to a full queue, by policy.
-        abandoned: Not sent when the worker ended.
-        fragments_sent: Fragments that the sink has.
-        fragments_dropped: Fragments lost to a full queue.
-    """
-
-    waiting: int = 0
-    sent: int = 0
-    sent_faults: int = 0
-    stale: int = 0
-    dropped: int = 0
-    abandoned: int = 0
-    fragments_sent: int = 0
-    fragments_dropped: int = 0
-
-
 class FragmentQueue:
     """Bounded, first in first out. One thread puts, one takes, any reads.
 
@@ -66,21 +42,19 @@ class FragmentQueue:
         capacity: Most fragments that wait.
         when_full: Block, or drop the oldest.
         timeout_s: Longest that `put` blocks.
-        clock: Monotonic seconds.
+        books: Told where the steps go that wait.
+
+    Attributes:
+        books: As given.
     """
 
     def __init__(
-        self,
-        capacity: int,
-        when_full: Literal["block", "drop_oldest"],
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, capacity: int, when_full: Literal["block", "drop_oldest"], timeout_s: float, books: StepBooks
     ) -> None:
-        self._capacity, self._when_full, self._timeout_s = capacity, when_full, timeout_s
-        self._clock = clock
+        self._capacity, self._when_full, self._timeout_s, self.books = capacity, when_full, timeout_s, books
         self._changed = threading.Condition()
         self._waiting: deque[UnsentFragment] = deque()
-        self._counts = SendCounts()
+        self._fragments_sent = self._fragments_dropped = 0
         self._blocked_s = 0.0
         self._blocked_since: float | None = None
         self._blocks = True
@@ -96,41 +70,33 @@ class FragmentQueue:
             NoProgressError: there was no room for too long. The fragment is abandoned.
         """
         with self._changed:
-            self._counts.waiting += unsent.fragment.length
             if self._when_full == "drop_oldest":
                 self._make_room()
             elif not self._wait_for_room():
-                self.settle(unsent.fragment.length, "abandoned")
+                self.books.settle(unsent.fragment.length, "abandoned")
                 raise NoProgressError(
                     f"the queue of {self._capacity} fragments stayed full for {self._timeout_s:g} s "
                     "(fleet.send_timeout_s): the replay buffer takes nothing; see that the learner runs"
                 )
             if self._closed or not self._has_room:
-                self.settle(unsent.fragment.length, "abandoned")
+                self.books.settle(unsent.fragment.length, "abandoned")
                 return False
             self._waiting.append(unsent)
             self._changed.notify_all()
             return True
 
     def take(self, most: int, timeout_s: float) -> list[UnsentFragment]:
-        """Up to `most` of the oldest; none at the timeout. They count as waiting until `settle`."""
+        """Up to `most` of the oldest; none at the timeout. They count as waiting until they are settled."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed, timeout_s)
             taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
             self._changed.notify_all()
             return taken
 
-    def settle(self, steps: int, place: Literal["sent", "sent_faults", "stale", "dropped", "abandoned"]) -> None:
-        """So many waiting steps found their place."""
-        with self._changed:
-            steps = min(steps, self._counts.waiting)  # none, where the end came first
-            self._counts.waiting -= steps
-            setattr(self._counts, place, getattr(self._counts, place) + steps)
-
     def count_sent(self, fragments: int) -> None:
         """The sink has so many more fragments."""
         with self._changed:
-            self._counts.fragments_sent += fragments
+            self._fragments_sent += fragments
 
     def stop_blocking(self) -> None:
         """From here on `put` waits for nothing, nor does one that waits already. What waits can still be taken."""
@@ -149,7 +115,7 @@ class FragmentQueue:
         with self._changed:
             self._closed = True
             self._waiting.clear()
-            self.settle(self._counts.waiting, "abandoned")
+            self.books.abandon()
             self._changed.notify_all()
 
     @property
@@ -157,20 +123,15 @@ class FragmentQueue:
         """Whether `close` was called."""
         return self._closed
 
-    def counts(self) -> SendCounts:
-        """A consistent account of this moment."""
-        with self._changed:
-            return replace(self._counts)
-
     def metrics(self) -> dict[str, float]:
         """Depth, and seconds for which simulators were blocked."""
         with self._changed:
-            blocking_s = 0.0 if self._blocked_since is None else self._clock() - self._blocked_since
+            blocking_s = 0.0 if self._blocked_since is None else time.monotonic() - self._blocked_since
             return {
                 "fleet/queue_depth": float(len(self._waiting)),
                 "fleet/blocked_s": self._blocked_s + blocking_s,
-                "fleet/fragments_sent": float(self._counts.fragments_sent),
-                "fleet/fragments_dropped": float(self._counts.fragments_dropped),
+                "fleet/fragments_sent": float(self._fragments_sent),
+                "fleet/fragments_dropped": float(self._fragments_dropped),
             }
 
     @property
@@ -179,18 +140,18 @@ class FragmentQueue:
 
     def _make_room(self) -> None:
         while not self._has_room:
-            self.settle(self._waiting.popleft().fragment.length, "dropped")
-            self._counts.fragments_dropped += 1
+            self.books.settle(self._waiting.popleft().fragment.length, "dropped")
+            self._fragments_dropped += 1
 
     def _wait_for_room(self) -> bool:
         """Whether the wait is over in time: there is room, or none is waited for any more."""
         if self._has_room or self._closed or not self._blocks:
             return True
-        self._blocked_since = self._clock()
+        self._blocked_since = time.monotonic()
         try:
             return self._changed.wait_for(lambda: self._has_room or self._closed or not self._blocks, self._timeout_s)
         finally:
-            self._blocked_s += self._clock() - self._blocked_since
+            self._blocked_s += time.monotonic() - self._blocked_since
             self._blocked_since = None
 
 
@@ -235,8 +196,8 @@ class Sender:
         groups = [RolloutGroup(fragment.task, (fragment,), fragment.group_id) for fragment in fresh]
         self._sink.add_batches([RolloutBatch.of((group,)) for group in groups])
         for fragment in fresh:
-            self._queue.settle(fragment.trainable_steps, "sent")
-            self._queue.settle(fragment.length - fragment.trainable_steps, "sent_faults")
+            self._queue.books.settle(fragment.trainable_steps, "sent")
+            self._queue.books.settle(fragment.length - fragment.trainable_steps, "sent_faults")
         self._queue.count_sent(len(fresh))
         return len(taken)
 
@@ -249,7 +210,7 @@ class Sender:
         if self._max_staleness is None:
             return fragment
         kept = cut_stale(unsent, newest.step - self._max_staleness)
-        self._queue.settle(fragment.length - (0 if kept is None else kept.length), "stale")
+        self._queue.books.settle(fragment.length - (0 if kept is None else kept.length), "stale")
         return kept
 
 

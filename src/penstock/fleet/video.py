@@ -18,7 +18,6 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from penstock.fleet.config import VideoConfig
 from penstock.fleet.policy import OnEvent
 from penstock.fleet.pool import SimulatorPool
 from penstock.fleet.shared_block import Frame, FrameLabel
-from penstock.fleet.steps import Leaves, StepArrival, StepBatch
+from penstock.fleet.steps import Leaves, StepBatch
 from penstock.types import ConfigError, Spaces
 
 MOST_WAITING_BYTES = 1 << 26
@@ -272,17 +271,16 @@ def captioned(picture: np.ndarray, words: tuple[str, ...]) -> np.ndarray:
     return canvas
 
 
-def require_film_packages(what: str, names: tuple[str, ...] = ("av", "PIL")) -> None:
+def require_film_packages(what: str) -> None:
     """Sees that films can be encoded.
 
     Args:
         what: Needs them, for the error.
-        names: The packages as they are imported.
 
     Raises:
         ConfigError: packages are missing.
     """
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("av", "PIL") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"{what} needs {' and '.join(missing)}, missing here: pip install 'penstock[gym]'")
 
@@ -292,7 +290,9 @@ CLOSE_S = 10.0
 
 
 class RecordingPool:
-    """A `SimulatorPool` that is filmed. Its `note` is to be told of each batch, in the thread that acts.
+    """A `SimulatorPool` that is filmed: what is not said here is the pool's own.
+
+    Its `note` is to be told of each batch, in the thread that acts.
 
     Args:
         pool: Of a fleet with ``video.every_episodes``.
@@ -311,6 +311,8 @@ class RecordingPool:
         on_event: OnEvent = lambda kind, values: None, writer: VideoWriter | None = None,
     ) -> None:  # fmt: skip
         self._pool, self._video, self._name, self._on_event = pool, video, name, on_event
+        self.tasks, self.env_names, self.num_slots = pool.tasks, pool.env_names, pool.num_slots
+        self.start, self.poll, self.given_up = pool.start, pool.poll, pool.given_up
         self._writer = writer or VideoWriter(folder, name, video.fps, on_event)
         self._rows = pool.num_slots // len(pool.process_ids())
         self._begun = 0
@@ -330,36 +332,9 @@ class RecordingPool:
         return self._pool.spaces
 
     @property
-    def tasks(self) -> tuple[str, ...]:
-        """The pool's."""
-        return self._pool.tasks
-
-    @property
-    def env_names(self) -> tuple[str, ...]:
-        """The pool's."""
-        return self._pool.env_names
-
-    @property
-    def num_slots(self) -> int:
-        """The pool's."""
-        return self._pool.num_slots
-
-    @property
     def live_slots(self) -> int:
         """The pool's."""
         return self._pool.live_slots
-
-    def given_up(self) -> Mapping[int, str]:
-        """The pool's."""
-        return self._pool.given_up()
-
-    def start(self, timeout_s: float) -> None:
-        """Starts the pool."""
-        self._pool.start(timeout_s)
-
-    def poll(self, timeout_s: float) -> list[StepArrival]:
-        """Polls the pool."""
-        return self._pool.poll(timeout_s)
 
     def act(self, process: int, actions: Leaves, part: int = 0) -> None:
         """Takes the picture that came with the process's arrival, and acts."""

@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.fleet.accounting import StepAccount
+from penstock.fleet.accounting import StepAccount, StepBooks
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.episode_statistics import Episode, EpisodeTracker
-from penstock.fleet.fragments import FragmentCutter, StepCounts
+from penstock.fleet.fragments import FragmentCutter
 from penstock.fleet.pipeline_monitor import PipelineMonitor, PipelineReport, pipeline_metrics
 from penstock.fleet.policy import OnEvent, PolicyRunner, Simulators
 from penstock.fleet.rollout_loop import POLL_S, RolloutWorker
@@ -128,7 +128,8 @@ class RolloutWorkerWrapper:
         self._on_event, self._on_batch, self._clock = on_event, on_batch, clock
         self._first_weights_timeout_s, self._stamp = first_weights_timeout_s, stamp
         self._monitor = PipelineMonitor(config.most_in_batch)
-        self._queue = FragmentQueue(config.queue_fragments, config.full_queue, config.send_timeout_s)
+        self._books = StepBooks()
+        self._queue = FragmentQueue(config.queue_fragments, config.full_queue, config.send_timeout_s, self._books)
         self._sender = Sender(
             self._queue, sink, lambda: self._newest or runner.version, config.max_staleness, self._monitor.note_lag
         )
@@ -193,7 +194,7 @@ class RolloutWorkerWrapper:
 
     def condition(self) -> WorkerStatus:
         """How it is now."""
-        steps, failure = self._steps().started, self._failure
+        steps, failure = self._books.account().started, self._failure
         words = "" if failure is None else f"{type(failure).__name__}: {failure}"
         return WorkerStatus(
             self.worker_id, self.incarnation, self._state(steps), self._runner.version, steps,
@@ -202,8 +203,7 @@ class RolloutWorkerWrapper:
 
     def account(self) -> StepAccount:
         """Where its steps are; after `stop` nothing is in flight any more."""
-        sending = self._queue.counts()  # before the cutter's: what is between the two counts as waiting
-        account = StepAccount.of(self._steps(), sending)
+        account = self._books.account()
         return account.ended() if self._abandoned else account
 
     def report(self, since_episode: int = 0) -> WorkerReport:
@@ -222,9 +222,6 @@ class RolloutWorkerWrapper:
     def swap_s(self) -> float:
         """Seconds from the newest fetched arrays to a policy that decides with them; 0 before the first."""
         return self._swap_s
-
-    def _steps(self) -> StepCounts:
-        return StepCounts() if self._cutter is None else self._cutter.counts()
 
     def _state(self, steps: int) -> WorkerState:
         if any(thread.is_alive() for thread in self._threads):
@@ -281,6 +278,7 @@ class RolloutWorkerWrapper:
             pool, config.fragment_length, self.worker_id, f"{self.worker_id}-{self.incarnation}",
             keep_states=config.max_staleness is not None, clock=self._stamp,
         )  # fmt: skip
+        self._cutter.books = self._books
         return RolloutWorker(pool, self._runner, config, self._take_batch, self._monitor)
 
     def _run_loop(self, worker: RolloutWorker) -> None:

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.inference.schema import ApiError
+from penstock.types.addresses import bracketed
 
 SMALL_BODY_BYTES = 256 * 1024
 """Whatever JSON a body of this size holds, it is parsed within some 15 ms."""
@@ -115,8 +116,7 @@ class KnownHost:
 
     def __init__(self, app: ASGIApp, host: str) -> None:
         self._app = app
-        given = f"[{host}]" if ":" in host else host
-        self._known = {"127.0.0.1", "localhost", "[::1]", given.lower()}
+        self._known = {"127.0.0.1", "localhost", "[::1]", bracketed(host).lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on, or answers 421."""

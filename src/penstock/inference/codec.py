@@ -10,13 +10,13 @@ would be trained on.
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, final, runtime_checkable
 
 import numpy as np
 
-from penstock.inference.routing import PinnedServer, Server
+from penstock.inference.routing import Server
 from penstock.inference.sequence import LONGEST_STOP_STRING, MOST_STOP_STRINGS, text_of
 from penstock.types import (
     SAMPLING_FIELDS,
@@ -70,8 +70,6 @@ class ServerRequest(Generic[_T_co]):
         body: JSON.
         tokens: What it asks for: prompts and longest responses.
         read: Reads the answer's body; raises `MalformedAnswer`.
-        session: Its conversation, which stays with one server; None goes anywhere.
-        target: The only server that will do; None for any.
         path: Of the route that is asked.
         busy: Statuses by which the server says that it is overloaded.
         behind: Statuses by which it says that it cannot answer now, as one that lacks the version asked for.
@@ -82,8 +80,6 @@ class ServerRequest(Generic[_T_co]):
     body: bytes
     tokens: int
     read: Callable[[bytes], _T_co]
-    session: str | None = None
-    target: PinnedServer | None = None
     path: str = "/v1/completions"
     busy: frozenset[int] = frozenset({429})
     behind: frozenset[int] = frozenset({502, 503, 504})
@@ -99,13 +95,7 @@ class Dialect(Protocol):
     """How servers of one make are asked for completions, and what they answer."""
 
     def requests(
-        self,
-        call: GenerationCall,
-        tokenizer: TextCodec,
-        model: str,
-        session: str | None,
-        target: PinnedServer | None,
-        least: WeightVersion | None = None,
+        self, call: GenerationCall, tokenizer: TextCodec, model: str, least: WeightVersion | None = None
     ) -> list[ServerRequest[list[list[Completion]]]]:
         """The requests that serve a call; their completions, one after the other, are those of its prompts in order.
 
@@ -113,8 +103,6 @@ class Dialect(Protocol):
             call: What is asked for.
             tokenizer: The policy's; gives the stop tokens where the call names none, and decodes the texts.
             model: The servers' name for it.
-            session: See `ServerRequest`.
-            target: See `ServerRequest`.
             least: A server with an older version of the same lineage does not answer; None: any will do.
 
         Raises:
@@ -129,13 +117,7 @@ class PenstockDialect:
     """Of Penstock's own servers: several prompts with a seed each, answered with what the engine recorded."""
 
     def requests(
-        self,
-        call: GenerationCall,
-        tokenizer: TextCodec,
-        model: str,
-        session: str | None,
-        target: PinnedServer | None,
-        least: WeightVersion | None = None,
+        self, call: GenerationCall, tokenizer: TextCodec, model: str, least: WeightVersion | None = None
     ) -> list[ServerRequest[list[list[Completion]]]]:
         """In the order of the call's prompts, as many to a request as one may have."""
         check_call(call)
@@ -145,8 +127,6 @@ class PenstockDialect:
                 _body(call.prompts[first:end], call.n, decoding, call.seeds[first:end], tokenizer, model, least),
                 _tokens(call, first, end),
                 _Reader(call.prompts[first:end], call.n, decoding.stop_strings, tokenizer),
-                session,
-                target,
             )
             for first, end in _portions(call)
         ]
@@ -213,8 +193,12 @@ def _body(
     }
     if least is not None:
         body["least_weights"] = [least.lineage, least.step]
-    # Half of a surrogate pair, which a stop string may hold, is read back by json.loads.
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    return json_body(body)
+
+
+def json_body(fields: Mapping[str, Any]) -> bytes:
+    """A request's body. Half of a surrogate pair, which a stop string may hold, is read back by `json.loads`."""
+    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,6 @@ Everything that fixes an array's shape is decided here, before the first request
 its programs once. Not covered: what to sample, which each request says for itself (`penstock.types.Decoding`).
 """
 
-import ipaddress
 import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from penstock.model.language.config import LoadingConfig, ModelConfig
 from penstock.types import ConfigError
+from penstock.types.addresses import is_loopback
 from penstock.types.idle_keys import refuse_idle
 
 SMALLEST_WINDOW = 128
@@ -352,16 +352,6 @@ class ServeConfig(BaseModel):
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: give both, or neither")
         return self
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach that address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def check_divides(model: ModelConfig, devices: int, section: str) -> None:

@@ -343,20 +343,32 @@ def decode_step(
         tables: Of the rows' positions.
         pages: What attention reads; None: all of the cache, whose slots the rows then are.
     """
-    ends = weights.ends
-    windows = ends.config.windows
     targets = jnp.where(live, rows.positions, cache.window)  # beyond the window: a row that is not live writes nothing
     attend = functools.partial(_attend, rows, pages, cache.window)
-    x = ends.embed(rows.tokens)
+    cache, x = _through_layers(weights, cache, rows.tokens, tables, rows.slots, targets, attend)
+    return cache, weights.scores(x)
+
+
+def _through_layers(
+    weights: ServedWeights,
+    cache: KVCache,
+    tokens: Int32[Array, " rows"],
+    tables: Tables,
+    slots: Int32[Array, " rows"],
+    positions: Int32[Array, " rows"],
+    attend: Callable[[Array, Array, Array, int | None], Array],
+) -> tuple[KVCache, Float[Array, "rows hidden"]]:
+    """The cache with a token more at each of these places, and the residual stream after the last layer."""
+    x = weights.ends.embed(tokens)
     keys, values = [], []
     for layer, window, cached_keys, cached_values in zip(
-        weights.layers, windows, cache.keys, cache.values, strict=True
+        weights.layers, weights.ends.config.windows, cache.keys, cache.values, strict=True
     ):
         query, key, value = layer.project(x, *tables[window or 0])
-        keys.append(append(cached_keys, key, rows.slots, targets))
-        values.append(append(cached_values, value, rows.slots, targets))
+        keys.append(append(cached_keys, key, slots, positions))
+        values.append(append(cached_values, value, slots, positions))
         x = layer.finish(x, attend(query, keys[-1], values[-1], window))
-    return KVCache(tuple(keys), tuple(values)), weights.scores(x)
+    return KVCache(tuple(keys), tuple(values)), x
 
 
 def _attend(
@@ -449,16 +461,10 @@ def _extended(
     """The cache with these tokens, and the residual stream after the last layer."""
     length, config = tokens.shape[0], weights.ends.config
     positions, slots = start + jnp.arange(length, dtype=jnp.int32), jnp.full(length, slot, jnp.int32)
-    tables = tables_of(config, positions)
     seen = {window: _seen(positions, cache.window, window)[:, 0][None] for window in dict.fromkeys(config.windows)}
-    x = weights.ends.embed(tokens)
-    keys, values = [], []
-    for layer, window, cached_keys, cached_values in zip(
-        weights.layers, config.windows, cache.keys, cache.values, strict=True
-    ):
-        query, key, value = layer.project(x, *tables[window or 0])
-        keys.append(append(cached_keys, key, slots, positions))
-        values.append(append(cached_values, value, slots, positions))
-        own_keys, own_values = (lax.dynamic_index_in_dim(cached, slot) for cached in (keys[-1], values[-1]))
-        x = layer.finish(x, grouped_attention(query[None], own_keys, own_values, seen[window])[0])
-    return KVCache(tuple(keys), tuple(values)), x
+
+    def attend(query: Array, keys: Array, values: Array, window: int | None) -> Array:
+        own_keys, own_values = (lax.dynamic_index_in_dim(cached, slot) for cached in (keys, values))
+        return grouped_attention(query[None], own_keys, own_values, seen[window])[0]
+
+    return _through_layers(weights, cache, tokens, tables_of(config, positions), slots, positions, attend)

@@ -161,8 +161,7 @@ class InferenceEngine:
         told = 0
         while True:
             with self._changed:
-                self._changed.wait_for(functools.partial(self._moved, told), timeout_s)
-                self._refuse_if_ended()
+                self._wait_for(functools.partial(self._has_compiled_more, told), timeout_s)
                 news, ready = self._compiled[told:], self._ready
             if not (news or ready):
                 raise NoProgressError(
@@ -174,8 +173,8 @@ class InferenceEngine:
             if ready:
                 return
 
-    def _moved(self, compiled: int) -> bool:
-        return len(self._compiled) > compiled or self._ready or self._stopping or self._failure is not None
+    def _has_compiled_more(self, than: int) -> bool:
+        return len(self._compiled) > than or self._ready
 
     def submit(self, requests: Sequence[GenerationRequest], *, first: bool = False) -> list[Future[list[Completion]]]:
         """Enqueues requests, all at once and in this order; none of them if one is invalid.
@@ -319,11 +318,9 @@ class InferenceEngine:
             Stopped: it was stopped meanwhile.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._served >= version or self._stopping or self._failure, timeout_s)
-            self._refuse_if_ended()
-            served = self._served
-        if served < version:
-            raise NoProgressError(f"the inference engine still served {served} and not {version} after {timeout_s} s")
+            if not self._wait_for(lambda: self._served >= version, timeout_s):
+                still = f"still served {self._served} and not {version}"
+                raise NoProgressError(f"the inference engine {still} after {timeout_s} s")
 
     def digests(self, timeout_s: float) -> tuple[WeightVersion, dict[str, str]]:
         """What it serves, read from where the next dispatch reads it: the version, and each array's digest.
@@ -337,9 +334,7 @@ class InferenceEngine:
             Stopped: it was stopped meanwhile.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._next_weights or self._stopping or self._failure, timeout_s)
-            self._refuse_if_ended()
-            if self._next_weights is not None:
+            if not self._wait_for(lambda: self._next_weights is None, timeout_s):
                 raise NoProgressError(f"the inference engine had not swapped its weights after {timeout_s} s")
             version, weights = self._served, self._batch.runner.weights
         return version, self._batch.runner.digests(weights)
@@ -368,9 +363,7 @@ class InferenceEngine:
             self._refuse_if_ended()
             self._pause, self._recompute, self._paused = mode, clear_cache, False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._paused or self._stopping or self._failure, timeout_s)
-            self._refuse_if_ended()
-            if not self._paused:
+            if not self._wait_for(lambda: self._paused, timeout_s):
                 raise NoProgressError(f"the inference engine had not paused after {timeout_s} s")
 
     def resume(self) -> None:
@@ -485,8 +478,8 @@ class InferenceEngine:
     def _has_work(self) -> bool:
         """What a pause leaves of it: waited for is what runs, aborted is everything that came before it."""
         if self._pause is None:
-            return bool(self._waiting or self._batch.running or self._scorings)
-        running = self._batch.running + (bool(self._scorings) and self._scorings[0].begun is not None)
+            return bool(self._waiting or self._batch.slots.running or self._scorings)
+        running = self._batch.slots.running + (bool(self._scorings) and self._scorings[0].begun is not None)
         left = {"keep": 0, "wait": running, "abort": running + len(self._waiting) + len(self._scorings)}
         return not self._paused and left[self._pause] > 0
 
@@ -534,7 +527,7 @@ class InferenceEngine:
     def _admit(self) -> None:
         with self._changed:
             fresh_start, self._fresh_start = self._fresh_start, False
-            count = min(self._batch.free, len(self._waiting))
+            count = min(self._batch.slots.free, len(self._waiting))
             arrivals = [self._waiting.popleft() for _ in range(count)]
         self._batch.admit(arrivals, self._served, fresh_start)
 
@@ -554,7 +547,7 @@ class InferenceEngine:
         """Runs before any future is resolved: whoever then submits finds an idle engine."""
         with self._changed:
             self._open_responses -= responses
-            self._running, self._cached_tokens = self._batch.running, self._batch.cached_tokens
+            self._running, self._cached_tokens = self._batch.slots.running, self._batch.slots.cached_tokens
 
     def _abort(self) -> int:
         """What waits and what runs ends as it is; returns how many responses that is."""
@@ -577,7 +570,7 @@ class InferenceEngine:
     def _end(self, settle: Callable[[Response], None]) -> int:
         with self._changed:
             waiting, self._waiting = self._waiting, deque()
-        unfinished = [*self._batch.responses, *waiting]
+        unfinished = [*(response for _, response in self._batch.slots.occupied()), *waiting]
         for response in unfinished:
             if not response.pending.future.done():
                 settle(response)
@@ -587,6 +580,12 @@ class InferenceEngine:
         stops = request.decoding.stop_token_ids or self._tokenizer.stop_token_ids
         max_tokens = min(request.decoding.max_output_tokens, self._config.max_seq_len - len(request.prompt))
         return PendingRequest(request, stops, max_tokens)
+
+    def _wait_for(self, there: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Whether it came to that in time; for threads that hold the lock. Raises where the engine ended meanwhile."""
+        self._changed.wait_for(lambda: there() or self._stopping or self._failure, timeout_s)
+        self._refuse_if_ended()
+        return there()
 
     def _refuse_if_failed(self) -> None:
         if self._failure is not None:

@@ -14,7 +14,6 @@ Not covered: how servers are given weights (`penstock.inference.server_control`)
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, final
@@ -29,10 +28,11 @@ from penstock.inference.codec import (
     ServerRequest,
     check_call,
     integers,
+    json_body,
     logprobs_of,
 )
 from penstock.inference.config import ExternalConfig, InferenceConfig
-from penstock.inference.routing import PinnedServer, Server
+from penstock.inference.routing import Server
 from penstock.inference.sequence import StopStrings, text_of
 from penstock.types import (
     SAMPLING_FIELDS,
@@ -189,10 +189,6 @@ def _asked(
     return asked
 
 
-def _body(fields: Mapping[str, Any]) -> bytes:
-    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-
-
 def _choice(content: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     """An answer, and its only choice."""
     answer = json.loads(content)
@@ -257,27 +253,11 @@ class TokenDialect(ABC):
 
     @final
     def requests(
-        self,
-        call: GenerationCall,
-        tokenizer: TextCodec,
-        model: str,
-        session: str | None,
-        target: PinnedServer | None,
-        least: WeightVersion | None = None,
+        self, call: GenerationCall, tokenizer: TextCodec, model: str, least: WeightVersion | None = None
     ) -> list[ServerRequest[list[list[Completion]]]]:
         """One per response, bound to the server that it goes to: its version is asked for by name, or noted."""
         return [
-            ServerRequest(
-                b"",
-                asked.tokens,
-                _unbound,
-                session,
-                target,
-                self.path,
-                busy=BUSY,
-                behind=self._behind,
-                bind=partial(self._bound, asked),
-            )
+            ServerRequest(b"", asked.tokens, _unbound, self.path, BUSY, self._behind, bind=partial(self._bound, asked))
             for asked in _asked(call, tokenizer, model, self._max_seq_len, least)
         ]
 
@@ -291,7 +271,7 @@ class TokenDialect(ABC):
         if self._keeps_cache:
             body["cache_salt"] = label_of(served)  # a prefix of earlier weights is not to be found
         return ServerRequest(
-            _body(body),
+            json_body(body),
             asked.tokens,
             partial(self._read, asked, server, served, named, time.monotonic()),
             path=self.path,
@@ -432,19 +412,11 @@ class OpenAiDialect:
         self._max_seq_len = max_seq_len
 
     def requests(
-        self,
-        call: GenerationCall,
-        tokenizer: TextCodec,
-        model: str,
-        session: str | None,
-        target: PinnedServer | None,
-        least: WeightVersion | None = None,
+        self, call: GenerationCall, tokenizer: TextCodec, model: str, least: WeightVersion | None = None
     ) -> list[ServerRequest[list[list[Completion]]]]:
         """One per response; the prompt goes as text."""
         return [
-            ServerRequest(
-                b"", asked.tokens, _unbound, session, target, busy=BUSY, behind=_BEHIND, bind=partial(_as_text, asked)
-            )
+            ServerRequest(b"", asked.tokens, _unbound, busy=BUSY, behind=_BEHIND, bind=partial(_as_text, asked))
             for asked in _asked(call, tokenizer, model, self._max_seq_len, None)
         ]
 
@@ -453,7 +425,7 @@ def _as_text(asked: _Asked, server: Server) -> ServerRequest[list[list[Completio
     """Of any server, sent now."""
     body = {"model": asked.model, "prompt": asked.tokenizer.decode(asked.prompt, False), "n": 1} | _openai(asked)
     read = partial(_read_text, asked, time.monotonic())
-    return ServerRequest(_body(body), asked.tokens, read, busy=BUSY, behind=_BEHIND)
+    return ServerRequest(json_body(body), asked.tokens, read, busy=BUSY, behind=_BEHIND)
 
 
 def _openai(asked: _Asked) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from penstock.inference.access import (
     BoundedConnection,
 )
 from penstock.types import ConfigError, NoProgressError, RunFailed
+from penstock.types.addresses import bracketed
 
 MOST_PENDING = 1024
 """Connections that wait to be accepted."""
@@ -85,8 +86,7 @@ class HttpServer:
     @property
     def url(self) -> str:
         """Where it listens, for example ``http://127.0.0.1:8000``."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{self._scheme}://{host}:{self._port}"
+        return f"{self._scheme}://{bracketed(self._host)}:{self._port}"
 
     def start(self, timeout_s: float = 10.0) -> None:
         """Starts the thread and returns when it accepts connections.
@@ -163,9 +163,7 @@ class _AnnouncingServer(uvicorn.Server):
             for each in sockets or ()
         ]
         for each in sockets or ():
-            each.listen(
-                MOST_PENDING
-            )  # more may wait than asyncio is to accept at once, which knows one number for both
+            each.listen(MOST_PENDING)  # more than asyncio, which knows one number for both, is to accept at once
         self.started = True
         self._accepting()
 

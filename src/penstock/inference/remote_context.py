@@ -96,7 +96,7 @@ class RemoteContext:
             return [result for _, some in alike for result in self._one_by_one(list(some))]
         asked = [self._requests(call) for call in calls]
         sent = [request for requests in asked if isinstance(requests, list) for request in requests]
-        answers = iter(self._pool.ask(sent))
+        answers = iter(self._pool.ask(sent, self._session, self._target))
         return [
             requests if isinstance(requests, EnvironmentFailure) else _joined([next(answers) for _ in requests], call.n)
             for requests, call in zip(asked, calls, strict=True)
@@ -114,7 +114,8 @@ class RemoteContext:
         if isinstance(requests, EnvironmentFailure):
             answer = requests
         else:
-            answer = _joined([part for request in requests for part in self._pool.ask([request])], whole.n)
+            asked = (self._pool.ask([request], self._session, self._target) for request in requests)
+            answer = _joined([part for parts in asked for part in parts], whole.n)
         if isinstance(answer, EnvironmentFailure):  # of one prompt, whose call fails alone
             return [answer] if len(calls) == 1 else [result for call in calls for result in self._one_by_one([call])]
         groups = iter(answer)
@@ -122,8 +123,7 @@ class RemoteContext:
 
     def _requests(self, call: GenerationCall) -> list[ServerRequest[list[list[Completion]]]] | EnvironmentFailure:
         try:
-            ask, name = self._pool.dialect.requests, self._pool.model_name
-            return ask(call, self._tokenizer, name, self._session, self._target, self._least)
+            return self._pool.dialect.requests(call, self._tokenizer, self._pool.model_name, self._least)
         except EnvironmentFailure as failure:
             return failure
 

@@ -310,39 +310,20 @@ class RunningBatch:
 
     Attributes:
         runner: What is on the device.
+        slots: What runs.
     """
 
     def __init__(self, decoder: Decoder, config: EngineConfig, meter: ThroughputMeter) -> None:
         self._config, self._meter = config, meter
         self.runner = ModelRunner(decoder, config)
-        self._slots = SlotTable(config.max_slots, config.max_stop_token_ids)
+        self.slots = SlotTable(config.max_slots, config.max_stop_token_ids)
         self._prefixes = PrefixIndex()
         self._version: WeightVersion | None = None
         self._fillings: deque[Filling] = deque()
 
-    @property
-    def free(self) -> int:
-        """How many responses can be admitted."""
-        return self._slots.free
-
-    @property
-    def running(self) -> int:
-        """How many responses run."""
-        return self._slots.running
-
-    @property
-    def cached_tokens(self) -> int:
-        """Cache positions in use."""
-        return self._slots.cached_tokens
-
-    @property
-    def responses(self) -> list[Response]:
-        """Those that run."""
-        return [response for _, response in self._slots.occupied()]
-
     def warm_up(self) -> Iterator[CompiledProgram]:
         """Compiles every program; yields each as it is done."""
-        return self.runner.warm_up(self._slots.rows)
+        return self.runner.warm_up(self.slots.rows)
 
     def load(self, weights: ServedWeights) -> None:
         """Serves these from the next program on; what others have cached is not shared any more."""
@@ -375,18 +356,18 @@ class RunningBatch:
         placed: list[tuple[int, Response]] = []
         rest: list[Response] = []
         for response in arrivals:
-            slot = self._prefixes.home(response.prompt[:-1], self._slots.unoccupied)
+            slot = self._prefixes.home(response.prompt[:-1], self.slots.unoccupied)
             if slot is None:
                 rest.append(response)
             else:
-                placed.append((self._slots.assign(response, slot), response))
+                placed.append((self.slots.assign(response, slot), response))
         for response in rest:
             donor, common = self._prefixes.longest(response.prompt[:-1])
             if common:
                 self._prefixes.touch(donor)
         for response in rest:
-            slot = self._prefixes.oldest(self._slots.unoccupied)
-            placed.append((self._slots.assign(response, slot), response))
+            slot = self._prefixes.oldest(self.slots.unoccupied)
+            placed.append((self.slots.assign(response, slot), response))
         return placed
 
     def recompute(self, version: WeightVersion) -> None:
@@ -398,7 +379,7 @@ class RunningBatch:
         self._prefixes.clear()
         slots: dict[bytes, list[int]] = defaultdict(list)
         texts: dict[bytes, np.ndarray] = {}
-        for slot, response in self._slots.occupied():
+        for slot, response in self.slots.occupied():
             text = np.concatenate([response.prompt, np.array(response.tokens, np.int32)])
             if len(text) > 1:
                 slots[text.tobytes()].append(slot)
@@ -410,15 +391,15 @@ class RunningBatch:
         self._hold(long)
         self._fit_window(admission, fresh_start=False)
         self._fill(admission)
-        for slot, _ in self._slots.occupied():
+        for slot, _ in self.slots.occupied():
             if not any(slot in filling.slots for filling in long):
-                self._slots.begin(slot)
+                self.slots.begin(slot)
 
     def _hold(self, fillings: Sequence[Filling]) -> None:
         """Takes in long prompts; one that is on its way under the same weights gets more slots."""
         for filling in fillings:
             for slot in filling.slots:
-                self._slots.hold(slot)
+                self.slots.hold(slot)
             same = (f for f in self._fillings if f.version == filling.version and np.array_equal(f.text, filling.text))
             under_way = next(same, None)
             if under_way is None:
@@ -434,10 +415,10 @@ class RunningBatch:
             self._add(filling, filling.rest[:chunk])
             if not len(filling.rest):
                 for slot in self._fillings.popleft().slots:
-                    self._slots.begin(slot)
+                    self.slots.begin(slot)
                     self._prefixes.note(slot, filling.text[:-1])
             left -= chunk
-            go_on = left >= chunk and 0 < len(self._slots.live) < sum(len(each.slots) for each in self._fillings)
+            go_on = left >= chunk and 0 < len(self.slots.live) < sum(len(each.slots) for each in self._fillings)
 
     def _add(self, filling: Filling, tokens: np.ndarray) -> None:
         """Adds the next tokens of a text to the cache; its other slots take it when it is whole."""
@@ -450,7 +431,7 @@ class RunningBatch:
 
     def _release(self, slot: int) -> None:
         """Frees a slot; a long prompt that it held begins again in the next of its slots."""
-        self._slots.release(slot)
+        self.slots.release(slot)
         for filling in self._fillings:
             if slot in filling.slots:
                 filling.done = 0 if filling.slots[0] == slot else filling.done
@@ -460,8 +441,8 @@ class RunningBatch:
     def clear(self) -> None:
         """Frees all slots."""
         self._fillings.clear()
-        for slot, _ in self._slots.occupied():
-            self._slots.release(slot)
+        for slot, _ in self.slots.occupied():
+            self.slots.release(slot)
 
     def decode(self, version: WeightVersion) -> list[Response]:
         """Prefills a chunk of a long prompt, where there is one, and runs one dispatch.
@@ -472,20 +453,20 @@ class RunningBatch:
         if self._needed > self.runner.window:
             self.runner.resize(self._bucket(self._needed))
         self._extend()
-        running = self._slots.live
+        running = self.slots.live
         if not running:
             return []
         started = time.monotonic()
         self._note_begun(running)
         self.runner.first = version.step == 0
         beside = any(response.pending.request.alternatives for _, response in running)
-        sampled = self.runner.decode(self._slots.rows, beside)
-        ended = self._slots.advance(sampled, version)
+        sampled = self.runner.decode(self.slots.rows, beside)
+        ended = self.slots.advance(sampled, version)
         self._meter.add_tokens(running, sampled.count)
         for slot, response in ended:
             text = np.concatenate([response.prompt, np.array(response.tokens, np.int32)])
-            self._prefixes.note(slot, text[: self._slots.rows["positions"][slot]])
-            self._slots.release(slot)
+            self._prefixes.note(slot, text[: self.slots.rows["positions"][slot]])
+            self.slots.release(slot)
         self._meter.add(responses=len(ended))
         self._meter.add_dispatch(started, int(sampled.count.sum()))
         return [response for _, response in ended]
@@ -531,12 +512,12 @@ class RunningBatch:
 
     def _keep(self, text: np.ndarray, cache: KVCache, version: WeightVersion) -> None:
         """A free slot takes what was cached of a text, as if a response had left it there."""
-        if not (len(text) and self._slots.free):
+        if not (len(text) and self.slots.free):
             return
         if version != self._version:
             self._prefixes.clear()
             self._version = version
-        slot = self._prefixes.oldest(self._slots.unoccupied)
+        slot = self._prefixes.oldest(self.slots.unoccupied)
         if cache.window > self.runner.window:
             self.runner.resize(cache.window)
         self.runner.insert(cache, {slot: (0, len(text))})
@@ -544,7 +525,7 @@ class RunningBatch:
 
     def drop_cancelled(self) -> int:
         """Frees the slots of responses that nobody waits for; returns how many."""
-        cancelled = [slot for slot, response in self._slots.occupied() if response.pending.future.cancelled()]
+        cancelled = [slot for slot, response in self.slots.occupied() if response.pending.future.cancelled()]
         for slot in cancelled:
             self._release(slot)
         return len(cancelled)
@@ -561,7 +542,7 @@ class RunningBatch:
     def _needed(self) -> int:
         """Positions that the cache must have for the next dispatch."""
         steps = self._config.steps_per_dispatch
-        return max([self._slots.reach(steps), *(len(filling.text) + steps for filling in self._fillings)])
+        return max([self.slots.reach(steps), *(len(filling.text) + steps for filling in self._fillings)])
 
     def _bucket(self, needed: int) -> int:
         windows = self._config.window_buckets

@@ -468,15 +468,12 @@ class _Control:
         return JSONResponse({"results": [None]})
 
     def _reload(self, path: Path) -> None:
-        served = self._engine.version
-        try:
-            decoder = self._load_weights(path)
-            self._engine.set_weights(served, decoder)
-            self._engine.digests(self._engine.config.request_timeout_s)  # until they are swapped in
-        except (ConfigError, CheckpointError, WeightsError) as error:
-            raise ApiError(400, str(error), "weights_path", "invalid_value") from error
-        except (NoProgressError, RunFailed, Stopped) as error:
-            raise ApiError(503, str(error), code="engine_unavailable") from error
+        with _engines_errors():
+            try:
+                self._engine.set_weights(self._engine.version, self._load_weights(path))
+                self._engine.digests(self._engine.config.request_timeout_s)  # until they are swapped in
+            except (ConfigError, CheckpointError, WeightsError) as error:
+                raise ApiError(400, str(error), "weights_path", "invalid_value") from error
 
     async def rename_version(self, request: Request) -> JSONResponse:
         """What is served is called ``new_version``, ``<lineage>-<step>``, from the next token on."""

@@ -268,6 +268,11 @@ class ServerControl(ABC):
             raise WeightsError(f"{self._url}: its answer cannot be read ({error!r})") from error
 
     @final
+    def _version(self, path: str) -> str:
+        found = self._send("GET", path, ASK_S)
+        return str(_json(found).get("version", "unknown")) if found.status_code == 200 else "unknown"
+
+    @final
     def _check_route(self, path: str, remedy: str) -> None:
         self._refuse_absent(self._send("GET", path, ASK_S), path, remedy)
 
@@ -327,8 +332,7 @@ class VllmControl(ServerControl):
             )  # fmt: skip
         if self._config.colocate:
             self._check_sleep()
-        found = self._send("GET", "/version", ASK_S)
-        return str(_json(found).get("version", "unknown")) if found.status_code == 200 else "unknown"
+        return self._version("/version")
 
     def _check_sleep(self) -> None:
         """Its routes exist in any case; without its flag they say 200 and free nothing."""
@@ -425,17 +429,12 @@ class VllmControl(ServerControl):
         if asked.status_code not in (200, 404):
             self._refuse(asked, "/v1/unload_lora_adapter")
 
-    def forget_adapters(self) -> list[WeightVersion]:
-        """Unloads what earlier runs have left under names of versions.
-
-        Returns:
-            What is left: nothing.
-        """
+    def forget_adapters(self) -> None:
+        """Unloads what earlier runs have left under names of versions."""
         for name in self._names():
             version = version_of_label(name.removeprefix("policy-"))
             if version is not None and name != self._config.model:
                 self.unload_adapter(version)
-        return []
 
     def _names(self) -> list[str]:
         return [str(card.get("id")) for card in _json(self._ask("GET", "/v1/models", ASK_S)).get("data") or []]
@@ -492,8 +491,7 @@ class SglangControl(ServerControl):
                     f"{self._url} wants another key to be given weights: start it without --admin-api-key, so that "
                     "that of --api-key does"
                 )
-        found = self._send("GET", "/server_info", ASK_S)
-        return str(_json(found).get("version", "unknown")) if found.status_code == 200 else "unknown"
+        return self._version("/server_info")
 
     @override
     def serves(self) -> WeightVersion | None:

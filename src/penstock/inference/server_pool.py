@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import httpx
 
 from penstock.inference.codec import Dialect, InterruptedAnswer, MalformedAnswer, PenstockDialect, ServerRequest
-from penstock.inference.routing import RequestQueue, Routing, Server
+from penstock.inference.routing import PinnedServer, RequestQueue, Routing, Server
 from penstock.types import ConfigError, EnvironmentFailure, NoProgressError, RunFailed, Stopped
 
 LAST_TURNS = 3
@@ -412,8 +412,15 @@ class ServerPool:
         given = tuple(servers)
         self._thread.call(lambda: self._take(given))
 
-    def ask(self, requests: Sequence[ServerRequest[_T]]) -> list[_T | EnvironmentFailure]:
+    def ask(
+        self, requests: Sequence[ServerRequest[_T]], session: str | None = None, target: PinnedServer | None = None
+    ) -> list[_T | EnvironmentFailure]:
         """Sends requests, all at the same time, and waits for all answers.
+
+        Args:
+            requests: What is asked.
+            session: Their conversation, which stays with one server; None goes anywhere.
+            target: The only server that will do; None for any.
 
         Returns:
             In order; an unusable prompt has its failure in its place.
@@ -427,7 +434,7 @@ class ServerPool:
         """
         if not requests:
             return []
-        answers = self._thread.submit(self._ask_all(requests))
+        answers = self._thread.submit(self._ask_all(requests, session, target))
         try:
             return answers.result(self._timeout_s + GRACE_S)
         except CancelledError as error:
@@ -474,21 +481,25 @@ class ServerPool:
         for connection in self._connections.values():
             await connection.close()
 
-    async def _ask_all(self, requests: Sequence[ServerRequest[_T]]) -> list[_T | EnvironmentFailure]:
-        asked = [asyncio.ensure_future(self._ask(request)) for request in requests]
+    async def _ask_all(
+        self, requests: Sequence[ServerRequest[_T]], session: str | None, target: PinnedServer | None
+    ) -> list[_T | EnvironmentFailure]:
+        asked = [asyncio.ensure_future(self._ask(request, session, target)) for request in requests]
         try:
             return list(await asyncio.gather(*asked))
         finally:
             for one in asked:
                 one.cancel()
 
-    async def _ask(self, request: ServerRequest[_T]) -> _T | EnvironmentFailure:
+    async def _ask(
+        self, request: ServerRequest[_T], session: str | None, target: PinnedServer | None
+    ) -> _T | EnvironmentFailure:
         number, attempts = next(self._numbers), RetryState()
         self._counts["requests"] += 1
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
-                    server = await self._queue.admit(number, request.tokens, request.session, request.target)
+                    server = await self._queue.admit(number, request.tokens, session, target)
                     attempts.begin(server)
                     try:
                         result = await self._attempt(server, request)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock.inference.access import AccessRules
-from penstock.inference.config import ServeConfig, ServedEngineConfig, is_loopback
+from penstock.inference.config import ServeConfig, ServedEngineConfig
 from penstock.inference.engine import InferenceEngine
 from penstock.inference.http_server import HttpServer
 from penstock.inference.server import create_app
@@ -17,6 +17,7 @@ from penstock.model.language.config import LoadingConfig
 from penstock.model.language.lora import is_adapter
 from penstock.text import Tokenizer
 from penstock.types import CheckpointError, WeightVersion
+from penstock.types.addresses import is_loopback
 
 WATCH_S = 0.5
 """`serve` checks its threads this often; it reacts to Ctrl-C at once."""

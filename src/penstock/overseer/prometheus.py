@@ -24,10 +24,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from penstock.inference.access import AccessRules
-from penstock.inference.config import is_loopback
 from penstock.inference.http_server import HttpServer
 from penstock.tracking import PrometheusConfig
 from penstock.types import ConfigError
+from penstock.types.addresses import is_loopback
 
 LABELS_AT_THE_END = {
     "inference_client/outstanding_tokens": "component", "time/idle": "role", "train/fragments": "lesson",

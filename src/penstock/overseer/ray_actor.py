@@ -20,8 +20,8 @@ from penstock.overseer.launch.host import ComponentHost, open_component_logs
 from penstock.overseer.launch.launcher import Factory
 from penstock.overseer.launch.process import Process, end_with_parent
 from penstock.overseer.supervisor.messages import Identity, Membership, Reply, Report
-from penstock.overseer.supervisor.stopping import in_background
 from penstock.types import UnreachableError
+from penstock.types.calls import in_background
 
 RAY_ERRORS = (ray.exceptions.RayError, ConnectionError)
 """What Ray raises; the second where it is reached as a client."""

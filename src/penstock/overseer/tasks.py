@@ -34,10 +34,10 @@ from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.supervisor.member import RunRestartBudget
 from penstock.overseer.supervisor.messages import ComponentMessage, ComponentStatus, Identity, Membership, Peer, Report
 from penstock.overseer.supervisor.scaling import ScaleRequests
-from penstock.overseer.supervisor.stopping import in_background
 from penstock.overseer.supervisor.supervisor import Supervisor
 from penstock.replay import Lineages, repair_logs
 from penstock.types import ConfigError, PenstockError, RunFailed, Stopped, UnreachableError, errors
+from penstock.types.calls import in_background
 
 TURN_S = 0.01
 """Seconds between two turns, where a phase waits."""

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from penstock.inference.config import is_loopback
 from penstock.learner import newest_good_checkpoint, read_states
 from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig
@@ -36,6 +35,7 @@ from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, repair_logs
 from penstock.rundir import RunDirectory, read_json_lines
 from penstock.rundir.store_urls import is_remote, local_root
 from penstock.types import CheckpointError, ConfigError, PenstockError, RunDirectoryError
+from penstock.types.addresses import is_loopback
 from penstock.weights.shared_memory import free_abandoned
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from penstock.replay.history import LANGUAGE, ExperienceFormat
 from penstock.replay.messages import BatchMessage, in_messages
@@ -28,6 +28,8 @@ from penstock.types import (
     TransferError,
     UnreachableError,
 )
+
+_T = TypeVar("_T")
 
 SERVICE = "replay-0"
 """The service's name, for errors."""
@@ -208,14 +210,20 @@ class RemoteSink:
 
     def _deliver(self, message: bytes) -> str:
         sender = (self._worker, self._incarnation, self.lineage)
-        for sending in range(1, SENDINGS + 1):
+
+        def send() -> str:
             self.sent_bytes += len(message)
-            try:
-                return self._calls.call("deliver", *sender, self._number, message, timeout_s=CALL_S)
-            except TransferError:
-                if sending == SENDINGS:
-                    raise
-        raise AssertionError("unreachable")
+            return self._calls.call("deliver", *sender, self._number, message, timeout_s=CALL_S)
+
+        return _sent_again(send)
+
+
+def _sent_again(send: Callable[[], _T]) -> _T:
+    """What a message brings; one that was damaged on its way is sent `SENDINGS` times."""
+    for _ in range(SENDINGS - 1):
+        with suppress(TransferError):
+            return send()
+    return send()
 
 
 class RemoteBatches:
@@ -261,16 +269,12 @@ class RemoteBatches:
             Stopped: after `stop`, and when the service is closed.
             RunFailed: no batch can come.
         """
-        for sending in range(1, SENDINGS + 1):
-            answer = self._ask_for_batch(step, timeout_s)
-            try:
-                if not isinstance(answer, TrainingBatch):
-                    return BatchMessage(*answer).read()
-                return self._whole(cast(TrainingBatch[Any], answer))
-            except TransferError:
-                if sending == SENDINGS:
-                    raise
-        raise AssertionError("unreachable")
+        return _sent_again(lambda: self._read(self._ask_for_batch(step, timeout_s)))
+
+    def _read(self, answer: Any) -> TrainingBatch[Any]:
+        if not isinstance(answer, TrainingBatch):
+            return BatchMessage(*answer).read()
+        return self._whole(cast(TrainingBatch[Any], answer))
 
     def _whole(self, answer: TrainingBatch[Any]) -> TrainingBatch[Any]:
         """With the examples that came before, where they did."""

@@ -19,10 +19,12 @@ from typing import Any, cast
 from penstock.replay.history import NO_DAMAGE, Damage, ExperienceFormat
 from penstock.replay.parts import Inventory
 from penstock.rundir import RunDirectory
+from penstock.rundir.directory import fork_of
 from penstock.rundir.live_files import UNREADABLE, opened_part
 from penstock.rundir.logs import to_json
 from penstock.rundir.parquet import read_columns
 from penstock.rundir.storage import DAMAGED, Storage, write_atomically
+from penstock.types import RunDirectoryError
 
 OnDamage = Callable[[str, str], None]
 """Told where a damaged file lies now, and what is wrong with it."""
@@ -100,10 +102,11 @@ def _is_fate(row: Mapping[str, Any]) -> bool:
 
 
 def _is_fork(row: Mapping[str, Any]) -> bool:
-    lineage, parent, step = (row.get(key) for key in ("lineage", "parent", "step"))
-    if not isinstance(lineage, int) or not isinstance(parent, int) or not isinstance(step, int):
+    try:
+        fork_of("", row)
+    except RunDirectoryError:
         return False
-    return 0 <= parent < lineage < 2**31
+    return True
 
 
 def _likely_fork(lineage: int, tickets: Path) -> _Row:

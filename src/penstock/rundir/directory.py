@@ -322,10 +322,11 @@ def read_forks(path: Path) -> dict[int, tuple[int, int]]:
     Raises:
         RunDirectoryError: a line does not say from which older lineage, and at which step, a lineage begins.
     """
-    return dict(_fork(f"{path}, line {number}", row) for number, row in enumerate(read_json_lines(path), start=1))
+    return dict(fork_of(f"{path}, line {number}", row) for number, row in enumerate(read_json_lines(path), start=1))
 
 
-def _fork(where: str, row: dict[str, Any]) -> tuple[int, tuple[int, int]]:
+def fork_of(where: str, row: Mapping[str, Any]) -> tuple[int, tuple[int, int]]:
+    """The lineage of a line, and its entry of `read_forks`, which see; `where` the line is, for the error."""
     lineage, parent, step = (row.get(key) for key in ("lineage", "parent", "step"))
     if not isinstance(lineage, int) or not isinstance(parent, int) or not isinstance(step, int):
         raise RunDirectoryError(f"{where}: lineage, parent and step must be whole numbers, but it is {row}")

@@ -10,9 +10,7 @@ no store in the network is asked. Nothing is written or made here. Not covered: 
 """
 
 import concurrent.futures
-import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +38,7 @@ from penstock.types import (
     RunDirectoryError,
     SchemaVersionError,
 )
+from penstock.types.calls import in_background
 
 if TYPE_CHECKING:
     import pyarrow.dataset as ds  # it imports pandas where that is there: loaded when something is read
@@ -342,16 +341,7 @@ def _telling(url: str | None) -> Generator[None, None, None]:
 
 def _first_answer(url: str, ask: Callable[[], object]) -> None:
     """Sees that a store answers at all: libraries try a silent one again for many minutes."""
-    answer: Future[object] = Future()
-
-    def wait() -> None:
-        try:
-            answer.set_result(ask())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    # A daemon: unlike a pool's threads, it is not waited for when the process ends.
-    threading.Thread(target=wait, name="store", daemon=True).start()
+    answer = in_background(ask, "store")
     done, _ = concurrent.futures.wait([answer], FIRST_ANSWER_S)
     if not done:
         raise StoreError(f"replay.store.url is {url!r}: nothing there answered within {FIRST_ANSWER_S:g} s")

@@ -1,15 +1,37 @@
 """How one component calls another, wherever that runs, and calls that are repeated while the other side is silent.
 
-`Caller` is one attempt. `RetryingCaller` repeats it within a limit that has a name. `CompiledProgram` is what a
-component says of its start, whichever part of it compiles.
+`Caller` is one attempt. `RetryingCaller` repeats it within a limit that has a name. `in_background` is for calls that
+may hang. `CompiledProgram` is what a component says of its start, whichever part of it compiles.
 """
 
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from penstock.types.errors import NoProgressError, PenstockError, Stopped, UnreachableError
+
+_Found = TypeVar("_Found")
+
+
+def in_background(function: Callable[[], _Found], name: str = "background") -> Future[_Found]:
+    """Runs a function in a daemon thread of its own, so that one that hangs keeps no process from ending.
+
+    Args:
+        function: What it raises is raised where the future is read.
+        name: Of the thread.
+    """
+    future: Future[_Found] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # handed to whoever reads the future
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class Caller(Protocol):

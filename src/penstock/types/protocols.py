@@ -173,7 +173,15 @@ class WeightSink(Protocol):
     """Where the learner puts new weights."""
 
     def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
-        """Makes a version available, whole. Arrays are kept by reference and must not be donated later."""
+        """Makes a version available, whole.
+
+        Args:
+            version: Newer than every earlier one.
+            arrays: JAX or NumPy arrays by name. They are kept by reference and must not change or be donated later.
+
+        Raises:
+            WeightsError: the version is not newer, the arrays' layout changed, or they could not be stored.
+        """
         ...
 
 
@@ -182,19 +190,30 @@ class WeightSource(Protocol):
     """Where an engine gets them."""
 
     def latest(self) -> WeightVersion | None:
-        """The newest published version; None before the first."""
+        """The newest published version; the last known where nobody answers; None before the first."""
         ...
 
     def fetch(self, version: WeightVersion) -> Mapping[str, Any]:
-        """The arrays of exactly that version.
+        """The arrays of exactly that version, read-only, in the dtype in which they travelled.
 
         Raises:
-            WeightsError: the version is superseded or unknown.
+            SupersededVersionError: it is not kept any more, or not published yet; says which is the newest.
+            UnreachableError: whoever serves them is dead or silent.
+            WeightsError: the arrays are damaged time and again, or are not those of the version before by name, shape
+                and dtype, or belong to another job or token.
         """
         ...
 
     def wait_for(self, newer_than: WeightVersion | None, timeout_s: float) -> WeightVersion | None:
-        """Blocks until something newer is published; None at the timeout."""
+        """Blocks until there is something to fetch; None at the timeout.
+
+        That is a version newer than `newer_than`, or the same version of a broadcaster that was started anew since the
+        last fetch. One that cannot be reached is waited for.
+
+        Raises:
+            Stopped: this was closed.
+            WeightsError: what is there belongs to another job or token.
+        """
         ...
 
 

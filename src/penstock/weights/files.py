@@ -23,6 +23,7 @@ import numpy as np
 from typing_extensions import override
 
 from penstock.types import Stopped, SupersededVersionError, UnreachableError, WeightsError, WeightVersion
+from penstock.types.calls import in_background
 from penstock.weights.broadcaster import Publication, TransportServer
 from penstock.weights.client import FetchedArrays, LatestVersion, TransportReader
 from penstock.weights.manifest import Content, Manifest, compact_json, read_json, version_from_values
@@ -411,8 +412,7 @@ class TimeLimitedCalls:
         if len(self._hung) >= MAX_HUNG_CALLS:
             first, _ = self._hung[0]
             raise UnreachableError(f"{what} did not begin: {len(self._hung)} before it hang, {first} first")
-        call: Future[_T] = Future()
-        threading.Thread(target=_run, args=(call, function), name="weights-read", daemon=True).start()
+        call = in_background(function, "weights-read")
         either: list[Future[Any]] = [call, self._closed]
         wait(either, timeout_s, FIRST_COMPLETED)
         if call.done():
@@ -437,13 +437,6 @@ def free_name(prefix: str, suffix: str, taken: set[str]) -> str:
     while f"{prefix}-{number}{suffix}" in taken:
         number += 1
     return f"{prefix}-{number}{suffix}"
-
-
-def _run(call: Future[_T], function: Callable[[], _T]) -> None:
-    try:
-        call.set_result(function())
-    except BaseException as error:  # whatever it is, the caller has it
-        call.set_exception(error)
 
 
 def _signature(text: bytes, token: str | None) -> bytes:

@@ -24,6 +24,7 @@ import pyarrow.flight as flight
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 
 from penstock.types import ConfigError, SupersededVersionError, UnreachableError, WeightsError, WeightVersion
+from penstock.types.addresses import bracketed, is_loopback
 from penstock.weights.config import WeightsConfig
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, MAX_NAME_CHARACTERS, Manifest, version_from_values
 
@@ -51,7 +52,6 @@ WireLatest = tuple[Text, Version]
 
 _HEADER = "authorization"
 _MESSAGE_SLACK_BYTES = 1 << 20
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _REFUSED = (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError)
 _ELSEWHERE = ("192.0.2.1", 9)
 """An address that nobody has (RFC 5737). Nothing is sent there: the system only says from where it would be."""
@@ -279,17 +279,12 @@ def flight_uri(address: str, tls: bool) -> str:
 
 def join_address(host: str, port: int) -> str:
     """``host:port``, with brackets around IPv6."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{bracketed(host)}:{port}"
 
 
 def host_of(address: str) -> str:
     """The host of ``host:port``, without brackets."""
     return address.rpartition(":")[0].strip("[]")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of the same machine reach it."""
-    return host in _LOOPBACK or host.startswith("127.")
 
 
 def peer_host(peer: str) -> str:

@@ -16,26 +16,12 @@ Not covered: who decides when to fetch, and the swap into an engine.
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
-from penstock.types import WeightVersion
+from penstock.types import WeightSink, WeightSource, WeightVersion
 
 
 @runtime_checkable
-class Broadcaster(Protocol):
-    """Where the learner puts new weights (`types.WeightSink`), and what serves them. Thread-safe."""
-
-    def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
-        """Makes a version available, whole.
-
-        Args:
-            version: Newer than every earlier one of this broadcaster.
-            arrays: JAX or NumPy arrays by name. They are kept by reference and must not change or be donated later.
-
-        Raises:
-            WeightsError: the version is not newer, the arrays' layout changed, or they could not be stored.
-        """
-        ...
+class Broadcaster(WeightSink, Protocol):
+    """Where the learner puts new weights, and what serves them. Thread-safe."""
 
     def latest(self) -> WeightVersion | None:
         """The newest published version; None before the first."""
@@ -58,8 +44,8 @@ class Broadcaster(Protocol):
 
 
 @runtime_checkable
-class WeightClient(Protocol):
-    """Where an engine gets weights (`types.WeightSource`).
+class WeightClient(WeightSource, Protocol):
+    """Where an engine gets weights.
 
     One thread at a time waits and fetches; `connect` and `close` may come from others.
     """
@@ -67,33 +53,6 @@ class WeightClient(Protocol):
     @property
     def failure(self) -> str | None:
         """Why the broadcaster could not be reached when it was last asked, in words; None where it answered."""
-        ...
-
-    def latest(self) -> WeightVersion | None:
-        """The newest version as the broadcaster says now; the last known where it does not answer; None before any."""
-        ...
-
-    def wait_for(self, newer_than: WeightVersion | None, timeout_s: float) -> WeightVersion | None:
-        """Blocks until there is something to fetch; None at the timeout.
-
-        That is a version newer than `newer_than`, or the same version of a broadcaster that was started anew since
-        this client's last fetch. A broadcaster that cannot be reached is waited for, and `failure` says why.
-
-        Raises:
-            Stopped: the client was closed.
-            WeightsError: what is there belongs to another job or token.
-        """
-        ...
-
-    def fetch(self, version: WeightVersion) -> Mapping[str, np.ndarray]:
-        """The arrays of exactly that version, read-only, in the dtype in which they travelled.
-
-        Raises:
-            SupersededVersionError: it is not kept any more, or not published yet; says which is the newest.
-            UnreachableError: the broadcaster is dead or silent.
-            WeightsError: the arrays are damaged time and again, or are not those of the version before by name, shape
-                and dtype, or belong to another job or token.
-        """
         ...
 
     def connect(self, endpoint: Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
+from penstock.rundir.storage import write_atomically
 from penstock.types import UnreachableError, WeightsError
 from penstock.weights.files import POINTER, VersionFiles, free_name
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, Manifest, from_raw_bytes, raw_bytes
@@ -186,18 +187,10 @@ class SharedMemoryFiles(VersionFiles):
                 segment.give()
 
     def _write(self, name: str, content: bytes) -> None:
-        """Replaces a file in one move; memory needs no flush, and the folder has one writer."""
-        path = f"{self._path}/{name}"
-        aside = f"{path}.tmp"
+        """Replaces a file in one move; memory needs no flush, and nobody else may enter the folder."""
         try:
-            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                _write_all(descriptor, content)
-            finally:
-                os.close(descriptor)
-            os.replace(aside, path)
+            write_atomically(self._path / name, content, durable=False)
         except OSError as error:
-            Path(aside).unlink(missing_ok=True)
             raise WeightsError(f"shared memory cannot be written: {error}") from error
 
 
@@ -517,12 +510,6 @@ def _empty(path: Path) -> None:
     for file in path.iterdir():
         if file.name != _LOCK:
             file.unlink(missing_ok=True)
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[os.write(descriptor, left) :]
 
 
 def _read_bounded(path: str, max_bytes: int) -> bytes:

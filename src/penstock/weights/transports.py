@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.types import WeightsError
+from penstock.types.addresses import is_loopback
 from penstock.weights.broadcaster import PublishingBroadcaster, TransportServer, new_incarnation
 from penstock.weights.client import FetchingClient
 from penstock.weights.config import Transport, WeightsConfig
@@ -60,7 +61,7 @@ def open_client(endpoint: Mapping[str, Any], config: WeightsConfig, token: str |
     job = endpoint["job"]
     if config.transport == "arrow_flight":
         from penstock.weights.flight_client import FlightReader, PeerRelay
-        from penstock.weights.flight_messages import Access, is_loopback
+        from penstock.weights.flight_messages import Access
 
         access = Access.from_config(config, token or "")
         relay = PeerRelay(job, access, "127.0.0.1" if is_loopback(config.host) else "0.0.0.0")

@@ -263,7 +263,7 @@ def test_requests_that_run_go_on_with_the_next_version(engine_of, server, policy
     engine = engine_of(*lengths, urls=[server.url], kv=kv)
     engine.set_weights(WeightVersion(0, 0), moved(policy[0], 0.0))
     call = GenerationCall([policy[1].encode("Who")], 1, Decoding(max_output_tokens=server.room), [1])
-    (request,) = dialect_of(engine._run.inference).requests(call, policy[1], "policy", None, None)
+    (request,) = dialect_of(engine._run.inference).requests(call, policy[1], "policy")
     bound, swapped, answers = request.bound_to(engine.server), threading.Event(), []
 
     def ask():

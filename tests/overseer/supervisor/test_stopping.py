@@ -4,7 +4,8 @@ from concurrent.futures import Future
 import pytest
 
 from penstock.overseer.supervisor.messages import Identity, Membership, Report
-from penstock.overseer.supervisor.stopping import in_background, stop_all
+from penstock.overseer.supervisor.stopping import stop_all
+from penstock.types.calls import in_background
 from tests.overseer.supervisor.world import Component, at_once
 
 

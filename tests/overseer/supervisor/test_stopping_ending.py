@@ -4,8 +4,9 @@ from concurrent.futures import Future
 import pytest
 
 from penstock.overseer.supervisor.messages import Identity, Membership
-from penstock.overseer.supervisor.stopping import Termination, in_background
+from penstock.overseer.supervisor.stopping import Termination
 from penstock.types import RunFailed, UnreachableError
+from penstock.types.calls import in_background
 from tests.overseer.supervisor.world import Component, at_once
 
 

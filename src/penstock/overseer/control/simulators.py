@@ -5,17 +5,16 @@ evaluations do not, so that every version plays the same episodes. Only workers'
 """
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.fleet import RecordingPool, SimulatorPool
 from penstock.fleet.config import FleetConfig
+from penstock.fleet.policy import OnEvent
 from penstock.fleet.video import require_film_packages
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.rundir import RunDirectory
 from penstock.types import ConfigError, RunFailed, Spaces, fold
-
-OnEvent = Callable[[str, Mapping[str, Any]], None]
 
 EVALUATOR_ID = "evaluator-0"
 

@@ -349,7 +349,8 @@ class ExternalEngine:
             raise
         self._control, self._base_answer = control, []
         if isinstance(control, VllmControl) and self._config.weights == "lora":
-            self._adapters = control.forget_adapters()
+            control.forget_adapters()
+            self._adapters = []
         return control
 
     def _load(self, control: ServerControl, weights: _Weights) -> None:
@@ -458,7 +459,7 @@ class ExternalEngine:
         call = GenerationCall(prompts, 1, Decoding(max_output_tokens=max_tokens), [version.step] * len(prompts))
         dialect = dialect_of(self._run.inference)
         answers: list[Completion] = []
-        for request in dialect.requests(call, self._tokenizer, self._config.model, None, None):
+        for request in dialect.requests(call, self._tokenizer, self._config.model):
             bound, control = request.bound_to(replace(server, version=version)), self._control
             if bound is None or control is None:
                 raise UnreachableError(f"{self.identity} has no server at the moment")

@@ -4,37 +4,20 @@ Nobody is replaced before the end of its process is known: two processes that bo
 write the same files.
 """
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import Any
 
 from penstock.overseer.launch.launcher import Handle
 from penstock.overseer.supervisor.messages import Membership, Report
 from penstock.types import RunFailed, UnreachableError
-
-_Found = TypeVar("_Found")
 
 Background = Callable[[Callable[[], None]], Future[None]]
 """Runs a function that may wait, elsewhere."""
 
 ATTEMPT_S = 10.0
 """Longest single attempt to end a process."""
-
-
-def in_background(function: Callable[[], _Found]) -> Future[_Found]:
-    """Runs a function in a daemon thread of its own, so that one that hangs keeps no process from ending."""
-    future: Future[_Found] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # handed to whoever reads the future
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="overseer-background", daemon=True).start()
-    return future
 
 
 class Termination:

@@ -20,9 +20,10 @@ from penstock.overseer.supervisor.heartbeat import Heartbeat
 from penstock.overseer.supervisor.member import ComponentSpec, Lifecycle, Member, RestartBudget, SupervisorOwner
 from penstock.overseer.supervisor.messages import Identity, Membership, Report
 from penstock.overseer.supervisor.scaling import SpecMaker, size_changes
-from penstock.overseer.supervisor.stopping import Background, in_background, stop_all
+from penstock.overseer.supervisor.stopping import Background, stop_all
 from penstock.overseer.supervisor.stragglers import Stragglers
 from penstock.types import ConfigError, RunFailed, UnreachableError
+from penstock.types.calls import in_background
 
 MOST_NAMED = 6
 """Of those who owe progress, so many are named."""

@@ -1,4 +1,4 @@
-"""The calculator's own parser."""
+"""The parser of expressions."""
 
 from fractions import Fraction
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.environments.calculator import CalculationError, calculate, show_number
+from penstock.environments.expressions import CalculationError, calculate, show_number
 
 
 @pytest.mark.parametrize(
