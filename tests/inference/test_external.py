@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.fakes.vllm_server import FakeVllm
-from tests.inference.pools import metric, pools
+from tests.inference.pools import WAIT_S, metric, pools
 from tests.waiting import wait_until
 
 from penstock.inference import RemoteContext, Server
@@ -364,7 +364,7 @@ def test_a_full_server_is_busy_and_not_broken(context, codec, fake):
     while not metric(pool, "refusals_total"):
         assert not future.done()
     fake.full = False
-    (((completion,),),) = future.result(20)
+    (((completion,),),) = future.result(WAIT_S)
     assert len(completion.response_tokens) and metric(pool, "refusals_total") >= 1
 
 
@@ -376,11 +376,11 @@ def test_a_server_that_is_behind_is_asked_as_soon_as_it_has_the_version(fake, co
     context = RemoteContext(pool, codec).for_session("a ticket", WeightVersion(0, 1))
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(context.generate, [codec.encode("one")], 1, Decoding(max_output_tokens=3), [1])
-        wait_until(lambda: metric(pool, "retries_total") >= 1, "a refusal", 20)
+        wait_until(lambda: metric(pool, "retries_total") >= 1, "a refusal", WAIT_S)
         assert not asked.done()
         fake.rename_to("0-1")
         pool.set_servers([replace(behind, version=WeightVersion(0, 1))])
-        ((completion,),) = asked.result(20)
+        ((completion,),) = asked.result(WAIT_S)
     assert set(completion.weight_steps.tolist()) == {1}
 
 
