@@ -56,6 +56,7 @@ from penstock.fleet.shared_block import (
 )
 from penstock.fleet.spaces import PolicyActionError, SimulatorValueError, make_reader, make_writer, spaces_of
 from penstock.types import ConfigError, fold, generator
+from penstock.types.errors import raised_at
 
 Maker = Callable[[str, Mapping[str, Any]], gymnasium.Env[Any, Any]]
 """Makes a simulator of an id and arguments."""
@@ -480,8 +481,8 @@ class EnvWorker:
         blame = "config" if isinstance(error, ConfigError) else "simulator"
         if isinstance(error, PolicyActionError):
             blame = "policy"
-        text = "".join(traceback.format_exception(error))
-        return SimulatorFailure(where, slots[min(row, len(slots) - 1)], type(error).__name__, str(error), text, blame)
+        words, text = f"{error}{raised_at(error)}", "".join(traceback.format_exception(error))
+        return SimulatorFailure(where, slots[min(row, len(slots) - 1)], type(error).__name__, words, text, blame)
 
     def close(self) -> None:
         """Closes the simulators; what one raises then is printed and does not keep the others."""

@@ -85,7 +85,7 @@ class SimulatorFailure:
         where: ``making``, ``resetting``, ``stepping``, or ``closing``.
         slot: The worker's slot of the simulator that failed.
         kind: Name of the exception's type.
-        message: The exception's.
+        message: The exception's, and where the simulator's code raised it.
         traceback: Its end.
         blame: ``config``: it will fail again, whoever starts it; ``policy``: an action was outside its space;
             ``simulator``: anything else.
