@@ -32,6 +32,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from penstock.environments.simulators.registry import INCURABLE
 from penstock.fleet.messages import (
     ARRIVED,
     READY,
@@ -478,9 +479,8 @@ class EnvWorker:
         if self._block is not None:
             row, where = int(self._block.clock[ROW]), _WHERE[SimulatorPhase(int(self._block.clock[PHASE]))]
         slots = self._spec.slots
-        blame = "config" if isinstance(error, ConfigError) else "simulator"
-        if isinstance(error, PolicyActionError):
-            blame = "policy"
+        kinds = ((PolicyActionError, "policy"), (ConfigError, "config"), (INCURABLE, "code"), (object, "simulator"))
+        blame = next(word for kind, word in kinds if isinstance(error, kind))
         words, text = f"{error}{raised_at(error)}", "".join(traceback.format_exception(error))
         return SimulatorFailure(where, slots[min(row, len(slots) - 1)], type(error).__name__, words, text, blame)
 

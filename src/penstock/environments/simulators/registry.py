@@ -20,7 +20,7 @@ from penstock.types.importing import load_attribute, load_module, nearest
 
 _OURS = "penstock.environments.simulators"
 _STEP_LIMIT = "max_episode_steps"
-_INCURABLE = (
+INCURABLE = (
     TypeError, ValueError, LookupError, AttributeError, NameError, ImportError, AssertionError, NotImplementedError,
     gymnasium.error.Error,
 )  # fmt: skip
@@ -172,7 +172,7 @@ def _made_by_gymnasium(id: str, spec: EnvSpec, arguments: dict[str, Any]) -> gym
         return gymnasium.make(spec, disable_env_checker=True, **limits, **arguments)
     except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
         raise ConfigError(f"simulator {id!r} needs a package that is not installed: {error}") from error
-    except _INCURABLE as error:
+    except INCURABLE as error:
         words = f"{type(error).__name__}: {error}{raised_at(error)}"
         raise ConfigError(f"simulator {id!r} could not be made: {words}") from error
 
@@ -186,7 +186,7 @@ def _made(id: str, factory: Callable[..., Any], arguments: dict[str, Any]) -> gy
     _check_arguments(id, factory, arguments)
     try:
         simulator = factory(**arguments)
-    except _INCURABLE as error:
+    except INCURABLE as error:
         words = f"{type(error).__name__}: {error}{raised_at(error)}"
         raise ConfigError(f"simulator {id!r} could not be made: {words}") from error
     if not isinstance(simulator, gymnasium.Env):
