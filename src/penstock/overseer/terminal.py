@@ -79,7 +79,8 @@ class TerminalView:
 
     def __init__(self, progress: Progress, console: Console | None = None, quiet: bool = False) -> None:
         self._progress = progress
-        self._console = console or Console(file=lasting(sys.stdout), force_jupyter=False)  # as lines there
+        lines = Console(file=lasting(sys.stdout), force_jupyter=False, markup=False, emoji=False)  # as such in Jupyter
+        self._console = console or lines
         self._quiet = quiet
         self._notes_printed, self._note_due = 0, 0.0
         self._samples: list[Sample] = []
