@@ -1,10 +1,14 @@
-"""What a command shows of its work, on a terminal alone."""
+"""What several commands share: what they show on a terminal, and how names are printed."""
 
 import os
 import pty
 import subprocess
 import sys
 from contextlib import suppress
+
+from rich.table import Table
+
+from penstock.cli.arguments import text_console
 
 WORKS = """
 import sys, time
@@ -36,3 +40,14 @@ def test_what_is_done_meanwhile_stands_on_a_terminal_and_not_in_the_output():
 def test_without_a_terminal_nothing_is_added():
     done = subprocess.run([sys.executable, "-c", WORKS], capture_output=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == (b"of the command\n", b"a note\n")
+
+
+def test_names_and_paths_are_printed_as_they_are(capsys):
+    """Rich would take the brackets for a style, and the word between colons for a picture."""
+    table = Table("task")
+    table.add_row("a[lr=1]")
+    console = text_console()
+    console.print("run directory  runs/x[seed=1]:car:", soft_wrap=True)
+    console.print(table)
+    out = capsys.readouterr().out
+    assert "runs/x[seed=1]:car:\n" in out and "a[lr=1]" in out

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import socket
 import threading
 
@@ -173,6 +174,7 @@ def test_failures_say_where_whose_and_who_is_to_blame(talk):
     talker.ready(2)
     failure = SimulatorFailure.from_packet(talker.step(0, 7))
     assert (failure.where, failure.slot, failure.blame, failure.kind) == ("stepping", 1, "policy", "PolicyActionError")
+    assert "test_env_worker" not in failure.message, "none of the simulator's own code is on the stack"
     assert talker.end() == [ExitCode.FAILED]
 
     def refuse():
@@ -182,7 +184,7 @@ def test_failures_say_where_whose_and_who_is_to_blame(talk):
     assert packet[:1] == FAILED
     failure = SimulatorFailure.from_packet(packet)
     assert (failure.where, failure.blame, failure.kind) == ("making", "simulator", "SystemExit")
-    assert "refuse" in failure.traceback
+    assert "refuse" in failure.traceback and re.fullmatch(r"3 \(test_env_worker\.py:\d+\)", failure.message)
 
 
 def test_long_tracebacks_fit_a_packet():

@@ -128,6 +128,26 @@ def test_an_exception_is_told_with_its_traceback_and_ends_its_process_only(call,
     assert "_misbehave" in failure["traceback"]
 
 
+def _broken(folder, lives, good, **limits):
+    limits = _limits(backoff_s=0.001, max_backoff_s=0.001, **limits)
+    return config_of(id="tests.fleet.toys:Broken", limits=limits, folder=str(folder), lives=lives, good=good)
+
+
+def test_code_that_has_never_worked_is_tried_three_times(tmp_path):
+    gist = r"IndexError: pop from empty list \(toys\.py:\d+\); no simulator of its task has ever answered an action"
+    with pytest.raises(RunFailed, match=gist), driven(_broken(tmp_path, 99, 0)) as driver:
+        driver.steps(99)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(("lives", "good", "limits"), [(2, 0, {}), (6, 2, {}), (9, 0, {"max_failures_in_row": None})])
+def test_code_that_may_heal_is_tried_as_often_as_an_engine(lives, good, limits, tmp_path):
+    """It fails twice only; it has worked before; or the config wants no such limit."""
+    with driven(_broken(tmp_path, lives, good, **limits)) as driver:
+        driver.steps(lives + 5)
+    assert len(list(tmp_path.iterdir())) == lives
+
+
 @pytest.mark.attack
 def test_a_process_that_ends_itself_is_reported_with_its_last_words(tmp_path):
     events = []

@@ -121,10 +121,13 @@ def test_a_film_that_cannot_be_encoded_is_told_and_the_next_one_is_written(make,
     assert writer.close(10.0) and len(read(tmp_path / "films" / "found.mp4")[1]) == 1
 
 
-def test_an_unfinished_film_leaves_nothing(make, tmp_path):
+def test_an_unfinished_film_leaves_nothing_whatever_ends_it(make, tmp_path):
     writer = make()
     writer.begin()
     writer.add(RED, ())
+    while not writer.counts()["film_frames"]:
+        threading.Event().wait(0.005)
+    assert list((tmp_path / "films").iterdir()) == [], "nor does a process that is killed here"
     assert writer.close(10.0) and list((tmp_path / "films").iterdir()) == [] and not writer.begin()
 
 

@@ -98,6 +98,21 @@ class Blind(Counter):
         return np.full(3, np.nan), 0.0, False, False, {}
 
 
+class Broken(Counter):
+    """The first `lives` lives raise at a step, which leaves a file in `folder`: the very first after `good` steps."""
+
+    def __init__(self, folder: str, lives: int, good: int) -> None:
+        super().__init__()
+        self._folder, self._lives, self._good = Path(folder), lives, good
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        lost = len(list(self._folder.iterdir()))
+        if lost < self._lives and (lost > 0 or self._steps == self._good):
+            (self._folder / str(lost)).touch()
+            [].pop()
+        return super().step(action)
+
+
 class Uneven(Counter):
     """Of the simulators of one process the first one's episodes have 3 steps; the others' do not end."""
 

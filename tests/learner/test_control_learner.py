@@ -235,6 +235,38 @@ def test_what_is_prepared_is_gae_for_the_young_and_vtrace_for_the_old(policy):
     assert summary.old_steps == 5 and summary.own_steps == 5
 
 
+@pytest.mark.parametrize("memory", ["lstm", "transformer"])
+def test_what_is_prepared_of_a_policy_with_memory_is_what_stepping_gives(memory):
+    """Step by step in NumPy: states across both ends, the value of each last observation, a scale for each fragment."""
+    layers = {"memory_layers": 2, "memory_heads": 2} if memory == "transformer" else {}
+    policy, length, scales = make_policy(memory, **layers), 9, np.array([0.5, 3.0], np.float32)
+    ends = ({2: "truncated", 6: "terminated"}, {0: "terminated", 7: "truncated"})
+    fragments = [make_fragment(policy, length, seed, ends=end) for seed, end in enumerate(ends)]
+    fragments[1] = with_fault(fragments[1], 4)
+    config = PpoConfig(normalize_advantages="none", discount=0.9, gae_lambda=0.8, burn_in=2, minibatches=1)
+    steps, _ = preparer(config)(policy, ControlLearner(policy, config, 1)._arrays(fragments), scales)  # noqa: SLF001
+    step = jax.jit(lambda seen, state, first: policy.step({"": seen[None]}, state, first[None])[1:])
+    for column, (fragment, scale) in enumerate(zip(fragments, scales, strict=True)):
+        state, values, finals = policy.initial_state(1), np.zeros(length + 1), {}
+        for t in range(length + 1):
+            value, state = step(fragment.observations[""][t], state, fragment.first[t])
+            values[t] = value[0]
+            if t in fragment.final_steps:
+                last = fragment.final_observations[""][fragment.final_steps.tolist().index(t)]
+                finals[t] = float(step(last, state, np.bool_(False))[0][0])
+        expected, following = np.zeros(length), 0.0
+        for t in reversed(range(length)):
+            ended = fragment.terminated[t] or fragment.truncated[t]
+            after = 0.0 if fragment.terminated[t] else finals[t] if ended else values[t + 1]
+            error = scale * fragment.rewards[t] + 0.9 * after - values[t]
+            following = 0.0 if fragment.faults[t] else error + (0.0 if ended else 0.72 * following)
+            expected[t] = following
+        counted = ~fragment.faults
+        np.testing.assert_allclose(steps.advantages[:, column], expected, atol=1e-5)
+        np.testing.assert_allclose(steps.targets[:, column], np.where(counted, expected + values[:-1], 0), atol=1e-5)
+        np.testing.assert_array_equal(steps.trained[:, column], counted & (np.arange(length) >= 2))
+
+
 def test_burn_in_has_no_gradient_and_is_not_trained():
     """With a burn-in of 3, the first three rewards cannot move anything, and neither gradient nor mean sees them."""
     policy = make_policy("gru")

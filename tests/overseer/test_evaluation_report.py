@@ -144,4 +144,4 @@ def test_a_report_with_a_baseline_shows_both_and_what_failed():
 
 def test_one_prompt_has_no_interval_and_says_so():
     report = LessonReport.of("easy", RolloutBatch.of((group("a", 3.0),)), 1.0)
-    assert str(report.reward_mean) == "3.000 [unknown: one prompt]"
+    assert str(report.reward_mean) == "3.000 (one alone: no interval)"

@@ -1,6 +1,7 @@
 import io
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
@@ -252,6 +253,28 @@ def test_a_warm_start_has_its_row_even_where_it_changed_nothing(warm_start):
     print_summary(RunSummary(Path("runs/x"), 5, 5, True, 2.0, 1.0, warm_start=warm_start, **told), console)
     rows = [line.split("│")[1].strip() for line in console.file.getvalue().splitlines() if line.startswith("│")]
     assert rows == ["untrained", *(["warm start"] if warm_start else []), "trained", "prompts", "status"]
+
+
+def test_returns_have_students_interval_whatever_their_size():
+    """Wilson's would know that no return exceeds 1, and an interval of one episode must not be read as markup."""
+
+    def results(**returns):
+        rows = ((task, np.array(values)) for task, values in returns.items())
+        return {
+            task: RolloutBatchStats(
+                task, len(values), len(values), float(values.mean()), 0.0, 0.0, 1.0, 0.0, tuple(values.tolist()),
+                tuple(map(str, range(len(values)))),
+            )
+            for task, values in rows
+        }  # fmt: skip
+
+    console = Console(file=io.StringIO(), width=200)
+    after = results(small=[3e-5, 3e-5], huge=[-3e31, -3e31], one=[0.5])
+    print_summary(RunSummary(Path("runs/x"), 5, 5, True, 2.0, 1.0, after=after, kind="control"), console)
+    (row,) = (line for line in console.file.getvalue().splitlines() if line.startswith("│ trained"))
+    assert [cell.strip() for cell in row.split("│")[2:-1]] == [
+        "3e-05 [3e-05, 3e-05]", "-3e+31 [-3e+31, -3e+31]", "0.500 (one alone: no interval)"
+    ]  # fmt: skip
 
 
 def test_without_a_terminal_events_are_told_now_and_then(monkeypatch):

@@ -62,9 +62,14 @@ def print_report(report: PrintableReport, as_json: bool = False) -> None:
 
         print(to_json(report.to_json(), indent=2))
         return
+    report.print(text_console())
+
+
+def text_console() -> "Console":
+    """Standard output, for text as it is: names and paths may hold brackets and colons, which are no markup."""
     from rich.console import Console
 
-    report.print(Console())
+    return Console(markup=False, emoji=False)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.arguments import Overrides, busy, only, print_report, refuse_run_directory
+from penstock.cli.arguments import Overrides, busy, only, print_report, refuse_run_directory, text_console
 from penstock.types import ConfigError
 
 commands = typer.Typer()
@@ -211,16 +211,14 @@ def config(
 
     All keys are in docs/config.md.
     """
-    from rich.console import Console
-
     from penstock.overseer.config_loading import load_config
     from penstock.overseer.config_loading.reference import print_key, print_sections
 
     chosen = None if recipe is None else load_config(recipe)
     if key is None:
-        print_sections(Console())
+        print_sections(text_console())
     else:
-        print_key(key, chosen, Console())
+        print_key(key, chosen, text_console())
     return 0
 
 
@@ -247,8 +245,6 @@ def doctor(
     Of a checkpoint: parity of engine and learner, memory, compile time and tokens/s, before any run trains it. The keys
     are model.dtype, model.chat_template_kwargs, and those of a run's inference and learner.
     """
-    from rich.console import Console
-
     from penstock.overseer.config_loading import apply_overrides, build_config, split_words
     from penstock.overseer.doctor import SMALL_SHAPES, DoctorConfig, examine, print_checks
     from penstock.overseer.doctor import clean as remove_remains
@@ -268,5 +264,5 @@ def doctor(
         return 0
     else:
         checks = examine()
-    print_checks(checks, Console())
+    print_checks(checks, text_console())
     return int(any(check.status == "fail" for check in checks))

@@ -20,6 +20,7 @@ from penstock.cli.arguments import (
     read_token,
     recorded_config,
     refuse_run_directory,
+    text_console,
 )
 from penstock.text.safe_text import printable
 from penstock.types import ConfigError
@@ -90,12 +91,10 @@ def train(
         print(describe_plan(config), flush=True)
         check_code(config)
         return 0
-    from rich.console import Console
-
     from penstock.overseer import print_summary, train
 
     summary = train(config, run_dir=directory, resume=resume, recipe=source, quiet=quiet)
-    print_summary(summary, Console())
+    print_summary(summary, text_console())
     return 0 if summary.complete else 130
 
 
@@ -154,9 +153,7 @@ def evaluate(
         told = None if json else print_report  # before the first film
         report = evaluate_fleet(checkpoint, config, lesson or None, n, video, told)
         if not json:
-            from rich.console import Console
-
-            report.print_films(Console())
+            report.print_films(text_console())
             return 0
     else:
         from penstock.overseer import evaluate

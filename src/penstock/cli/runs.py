@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.arguments import Trust, busy, print_report, read_token, recorded_config
+from penstock.cli.arguments import Trust, busy, print_report, read_token, recorded_config, text_console
 from penstock.types import ConfigError
 
 commands = typer.Typer()
@@ -52,8 +52,6 @@ def rollouts(
     ] = False,
 ) -> int:
     """Look at a run's rollouts: groups by step, conversations token by token, queries, data sets."""
-    from rich.console import Console
-
     from penstock.dashboard import RolloutsRequest, show_rollouts
 
     request = RolloutsRequest(
@@ -61,7 +59,7 @@ def rollouts(
         json=json, export=export, out=out, select=select, min_reward=min_reward, min_margin=min_margin, trust=trust,
         eval=evaluations,
     )  # fmt: skip
-    show_rollouts(request, Console())
+    show_rollouts(request, text_console())
     return 0
 
 
@@ -151,15 +149,13 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Show what runs, lags and waits in a run: components, weights, throughput, rollouts, the bottleneck."""
-    from rich.console import Console
-
     from penstock.dashboard import print_status, print_status_json, read_run_status
 
     status = read_run_status(run_dir)
     if json:
         print_status_json(status)
     else:
-        print_status(status, Console())
+        print_status(status, text_console())
     return 0
 
 

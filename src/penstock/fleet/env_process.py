@@ -194,6 +194,7 @@ class RestartRecord:
 
     Attributes:
         restarts: Restarts that were granted so far.
+        has_answered: An action was answered, ever.
     """
 
     def __init__(self, limits: SimulatorLimits) -> None:
@@ -201,10 +202,11 @@ class RestartRecord:
         self._in_row = 0
         self._recent: deque[float] = deque()
         self.restarts = 0
+        self.has_answered = False
 
     def answered(self) -> None:
         """An action was answered: the next failure begins a new row."""
-        self._in_row = 0
+        self._in_row, self.has_answered = 0, True
 
     def failed(self, now_s: float) -> float | GiveUp:
         """Counts a failure and says what follows.

@@ -32,6 +32,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from penstock.environments.simulators.registry import INCURABLE
 from penstock.fleet.messages import (
     ARRIVED,
     READY,
@@ -56,6 +57,7 @@ from penstock.fleet.shared_block import (
 )
 from penstock.fleet.spaces import PolicyActionError, SimulatorValueError, make_reader, make_writer, spaces_of
 from penstock.types import ConfigError, fold, generator
+from penstock.types.errors import raised_at
 
 Maker = Callable[[str, Mapping[str, Any]], gymnasium.Env[Any, Any]]
 """Makes a simulator of an id and arguments."""
@@ -477,11 +479,10 @@ class EnvWorker:
         if self._block is not None:
             row, where = int(self._block.clock[ROW]), _WHERE[SimulatorPhase(int(self._block.clock[PHASE]))]
         slots = self._spec.slots
-        blame = "config" if isinstance(error, ConfigError) else "simulator"
-        if isinstance(error, PolicyActionError):
-            blame = "policy"
-        text = "".join(traceback.format_exception(error))
-        return SimulatorFailure(where, slots[min(row, len(slots) - 1)], type(error).__name__, str(error), text, blame)
+        kinds = ((PolicyActionError, "policy"), (ConfigError, "config"), (INCURABLE, "code"), (object, "simulator"))
+        blame = next(word for kind, word in kinds if isinstance(error, kind))
+        words, text = f"{error}{raised_at(error)}", "".join(traceback.format_exception(error))
+        return SimulatorFailure(where, slots[min(row, len(slots) - 1)], type(error).__name__, words, text, blame)
 
     def close(self) -> None:
         """Closes the simulators; what one raises then is printed and does not keep the others."""

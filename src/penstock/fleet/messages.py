@@ -85,10 +85,10 @@ class SimulatorFailure:
         where: ``making``, ``resetting``, ``stepping``, or ``closing``.
         slot: The worker's slot of the simulator that failed.
         kind: Name of the exception's type.
-        message: The exception's.
+        message: The exception's, and where the simulator's code raised it.
         traceback: Its end.
-        blame: ``config``: it will fail again, whoever starts it; ``policy``: an action was outside its space;
-            ``simulator``: anything else.
+        blame: ``config``: it will fail again, whoever starts it; ``code``: an exception of a kind that another attempt
+            does not mend; ``policy``: an action was outside its space; ``simulator``: anything else.
     """
 
     where: str

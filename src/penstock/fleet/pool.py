@@ -183,6 +183,8 @@ def raise_if_all_given_up(processes: Sequence[ProcessSlot]) -> None:
 
 
 _MOST_ASKED = 16  # requests to the fork server that wait for their answer
+_TRIES_OF_CODE = 3  # of a process that raises what another attempt does not mend
+_HOPELESS = "no simulator of its task has ever answered an action, and another attempt does not mend its code"
 _CLOSE_S = 1.0  # for simulators to close in good order
 
 
@@ -463,14 +465,21 @@ class SimulatorPool:
         elif failure is not None and failure.blame == "config" and process.task not in self._agreed.tasks:
             self._fatal = ConfigError(f"task {process.task!r}: {failure.message}")
         elif counted:
-            self._restart_or_quarantine(process, fields)
+            hopeless = failure is not None and failure.blame == "code" and self._never_worked(process)
+            self._restart_or_quarantine(process, fields, hopeless)
 
     def _hold_unread(self, process: ProcessSlot) -> None:
         while (arrival := process.drain()) is not None:
             self._held.append(arrival)
 
-    def _restart_or_quarantine(self, process: ProcessSlot, fields: Mapping[str, Any]) -> None:
-        verdict = process.record.failed(process.due_s)
+    def _never_worked(self, process: ProcessSlot) -> bool:
+        """It failed often enough to tell, and no simulator of its task has ever answered an action."""
+        if self._config.limits.max_failures_in_row is None or process.record.restarts < _TRIES_OF_CODE - 1:
+            return False
+        return not any(other.record.has_answered for other in self._processes if other.task == process.task)
+
+    def _restart_or_quarantine(self, process: ProcessSlot, fields: Mapping[str, Any], hopeless: bool) -> None:
+        verdict = GiveUp(_HOPELESS) if hopeless else process.record.failed(process.due_s)
         if isinstance(verdict, GiveUp):
             process.stage, process.limit = ProcessState.QUARANTINED, verdict.reason
             self._on_event("simulator_quarantined", {**fields, "limit": verdict.reason})

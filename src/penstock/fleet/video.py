@@ -8,18 +8,19 @@ copied out of the shared block just before the process acts again. Without films
 nothing of this runs.
 
 The writer (H.264 in MP4) has a thread of its own and never lets its caller wait: frames that come faster than they can
-be encoded are dropped and counted, at most `MOST_WAITING_BYTES` wait. A film appears under its name when it is whole.
-Whatever encoding raises ends that film, is logged as the event ``film_failed``, and ends nothing else. Needs the extra
-``gym`` (PyAV, Pillow).
+be encoded are dropped and counted, at most `MOST_WAITING_BYTES` wait. A film appears under its name when it is whole;
+until then its file has none, so that nothing is left whatever ends the process. Whatever encoding raises ends that
+film, is logged as the event ``film_failed``, and ends nothing else. Needs the extra ``gym`` (PyAV, Pillow).
 """
 
 import importlib.util
-import os
 import re
+import shutil
 import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from penstock.fleet.policy import OnEvent
 from penstock.fleet.pool import SimulatorPool
 from penstock.fleet.shared_block import Frame, FrameLabel
 from penstock.fleet.steps import Leaves, StepBatch
+from penstock.rundir.storage import replaced_atomically
 from penstock.types import ConfigError, Spaces
 
 MOST_WAITING_BYTES = 1 << 26
@@ -71,7 +73,6 @@ class VideoWriter:
         require_film_packages("a film")
         self._folder, self._name, self._fps, self._on_event = folder, name, fps, on_event
         self._most_waiting_bytes = most_waiting_bytes
-        self._draft = folder / f".{name}.mp4.tmp"
         self._changed = threading.Condition()
         self._waiting: deque[_Frame | _End] = deque()
         self._waiting_bytes = 0
@@ -175,7 +176,7 @@ class VideoWriter:
         pixels = captioned(frame.picture, frame.words)
         if self._encoder is None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._encoder = _Encoder(self._draft, self._fps, pixels.shape)
+            self._encoder = _Encoder(self._folder, self._fps, pixels.shape)
         self._encoder.add(pixels)
         with self._changed:
             self._counts["film_frames"] += 1
@@ -184,14 +185,13 @@ class VideoWriter:
         if name is None or self._encoder is None:
             self._throw_away()
             return
-        encoder, self._encoder = self._encoder, None
-        encoder.close()
-        path = self._folder / name
-        os.replace(self._draft, path)
+        path, frames = self._folder / name, self._encoder.frames
+        self._encoder.save(path)
+        self._throw_away()
         with self._changed:
             self._counts["films"] += 1
             dropped = self._dropped_now
-        self._on_event("film_written", {"path": str(path), "frames": encoder.frames, "dropped_frames": dropped})
+        self._on_event("film_written", {"path": str(path), "frames": frames, "dropped_frames": dropped})
 
     def _fail(self, error: Exception) -> None:
         self._failed = True
@@ -206,21 +206,19 @@ class VideoWriter:
 
     def _throw_away(self) -> None:
         encoder, self._encoder = self._encoder, None
-        try:
-            if encoder is not None:
-                encoder.close()
-        finally:
-            self._draft.unlink(missing_ok=True)
+        if encoder is not None:
+            encoder.close()
 
 
 class _Encoder:
-    """A film that is being written."""
+    """A film that is being written, in a file without a name in that folder."""
 
-    def __init__(self, path: Path, fps: int, shape: tuple[int, ...]) -> None:
+    def __init__(self, folder: Path, fps: int, shape: tuple[int, ...]) -> None:
         import av
 
         self._shape, self.frames = shape, 0
-        self._container = av.open(str(path), "w", format="mp4")
+        self._file = TemporaryFile(dir=folder)
+        self._container = av.open(self._file, "w", format="mp4")
         self._stream: Any = self._container.add_stream("libx264", rate=fps, options={"preset": "veryfast"})
         self._stream.height, self._stream.width = shape[:2]
         self._stream.pix_fmt = "yuv420p"
@@ -237,11 +235,18 @@ class _Encoder:
         self._container.mux(self._stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         self.frames += 1
 
+    def save(self, path: Path) -> None:
+        self._container.mux(self._stream.encode(None))
+        self._container.close()
+        self._file.seek(0)
+        with replaced_atomically(path, durable=False) as draft, draft.open("wb") as film:
+            shutil.copyfileobj(self._file, film)
+
     def close(self) -> None:
         try:
-            self._container.mux(self._stream.encode(None))
-        finally:
             self._container.close()
+        finally:
+            self._file.close()
 
 
 def captioned(picture: np.ndarray, words: tuple[str, ...]) -> np.ndarray:

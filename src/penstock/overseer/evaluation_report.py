@@ -15,7 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.types import RolloutBatch
-from penstock.types.intervals import Interval, difference_interval, pass_at_k, proportion_interval, reward_interval
+from penstock.types.intervals import (
+    Interval,
+    difference_interval,
+    number_text,
+    pass_at_k,
+    proportion_interval,
+    reward_interval,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,7 @@ class Estimate:
         return cls(value, interval.low, interval.high)
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} {Interval(self.low, self.high)}"
+        return f"{number_text(self.value)} {Interval(self.low, self.high)}"
 
 
 @dataclass(frozen=True, slots=True)

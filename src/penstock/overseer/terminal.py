@@ -29,7 +29,7 @@ from penstock.text.lasting_output import lasting
 from penstock.text.safe_text import printable
 from penstock.types import RolloutBatchStats
 from penstock.types.errors import shortened
-from penstock.types.intervals import reward_interval
+from penstock.types.intervals import mean_interval, number_text, reward_interval
 
 SPARKS = "▁▂▃▄▅▆▇█"
 NOTE_EVERY_S = 10.0
@@ -79,7 +79,8 @@ class TerminalView:
 
     def __init__(self, progress: Progress, console: Console | None = None, quiet: bool = False) -> None:
         self._progress = progress
-        self._console = console or Console(file=lasting(sys.stdout), force_jupyter=False)  # as lines there
+        lines = Console(file=lasting(sys.stdout), force_jupyter=False, markup=False, emoji=False)  # as such in Jupyter
+        self._console = console or lines
         self._quiet = quiet
         self._notes_printed, self._note_due = 0, 0.0
         self._samples: list[Sample] = []
@@ -419,23 +420,22 @@ class RunSummary:
 
     def __repr__(self) -> str:
         state = "finished" if self.complete else "stopped"
-        means = [
-            f"{name} {_mean_of(self.untrained, name)} → {stats.reward_mean:.3f}" for name, stats in self.after.items()
-        ]
+        means = [f"{name} {_mean_of(self.untrained, name)} → {_mean_of(self.after, name)}" for name in self.after]
         return f"RunSummary({', '.join([f'{state} at step {self.step}/{self.steps}', *means, str(self.run_dir)])})"
 
 
 def _mean_of(results: Results, name: str) -> str:
-    return f"{results[name].reward_mean:.3f}" if name in results else "–"
+    return number_text(results[name].reward_mean) if name in results else "–"
 
 
-def interval_text(stats: RolloutBatchStats) -> str:
-    """Mean reward with its 95% interval, where there is one."""
+def interval_text(stats: RolloutBatchStats, returns: bool = False) -> str:
+    """Mean reward with its 95% interval, where there is one; of returns, whose bounds nobody knows, Student's t."""
     if stats.failure:
         return "failed"
     if not stats.rollouts:
         return "–"
-    return f"{stats.reward_mean:.3f} {reward_interval(stats.rewards, stats.prompts)}"
+    interval = (mean_interval if returns else reward_interval)(stats.rewards, stats.prompts)
+    return f"{number_text(stats.reward_mean)} {interval}"
 
 
 def print_summary(summary: RunSummary, console: Console) -> None:
@@ -476,7 +476,7 @@ def _table(summary: RunSummary) -> Table:
     for stage, results in stages.items():
         if not results:
             continue  # curriculum.eval_before: false
-        known = {lesson_id: interval_text(stats) for lesson_id, stats in results.items()}
+        known = {lesson_id: interval_text(stats, not language) for lesson_id, stats in results.items()}
         table.add_row(stage, *(known.get(lesson_id, "–") for lesson_id in summary.after))  # a resume may add lessons
     if language:
         counts = [f"{len(set(stats.prompts))} different, {stats.groups} in all" for stats in summary.after.values()]

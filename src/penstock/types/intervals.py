@@ -21,7 +21,14 @@ class Interval(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        return f"[{self.low:.3f}, {self.high:.3f}]" if math.isfinite(self.high - self.low) else "[unknown: one prompt]"
+        if not math.isfinite(self.high - self.low):
+            return "(one alone: no interval)"
+        return f"[{number_text(self.low)}, {number_text(self.high)}]"
+
+
+def number_text(value: float) -> str:
+    """Three decimals, or three digits where those would hide a number or be drowned by it: 0.25 -> 0.250, 3e31."""
+    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 def mean_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Interval:

@@ -35,4 +35,8 @@ def make_nothing():
     return None
 
 
+def make_lost():
+    return {}["gone"]
+
+
 gymnasium.register("Still-v0", StillSimulator)

@@ -128,6 +128,11 @@ def test_a_module_may_register_an_id_with_gymnasium():
         ("CartPole-v1", {"gravity": 3}, r"kwargs\.gravity.*has no such argument.*sutton_barto_reward"),
         ("tests.environments.simulators.own_simulators:make_stil", {}, "did you mean 'make_still'"),
         ("tests.environments.simulators.own_simulators:make_nothing", {}, "gave a NoneType"),
+        (
+            "tests.environments.simulators.own_simulators:make_lost",
+            {},
+            r"could not be made: KeyError: 'gone' \(own_simulators\.py:\d+\)$",
+        ),
         ("tests.environments.simulators.own_simulators:SIZE", {}, "is a int"),
         ("tests.environments.simulators.own_simulators:make_sized", {}, r"kwargs\.size is missing"),
         ("no_such_package.worlds:make", {}, "no module named 'no_such_package'"),

@@ -114,6 +114,18 @@ def test_statistics_are_of_what_counts_whatever_the_rest_holds():
     assert float(parts({"speed": jnp.full((1, 2), 1e6)})["speed"].max()) == 10
 
 
+@pytest.mark.parametrize(("dtype", "large"), [("float32", 3e38), ("float32", -1e20), ("float16", 6e4)])
+def test_statistics_of_the_largest_numbers_stay_numbers(dtype, large):
+    """A feature that is the largest float now and then is worth little; it must not make the policy NaN."""
+    statistics = ObservationStatistics.of_none(ControlModelConfig(), (LeafSpace("range", "box", (2,), dtype),))
+    ranges = np.array([[[large, 1.0], [0.0, 3.0]]] * 40, dtype)
+    for _ in range(2):
+        statistics = statistics.with_steps({"range": jnp.asarray(ranges)}, jnp.ones((40, 2), bool))
+        assert np.isfinite(np.asarray(statistics({"range": jnp.asarray(ranges)})["range"])).all()
+    np.testing.assert_allclose([statistics.mean[0][1], statistics.variance[0][1]], [2.0, 1.0])
+    assert dtype == "float32" or abs(float(statistics.mean[0][0]) - large / 2) < 30
+
+
 def test_normalising_without_numbers_is_an_error():
     leaves = (LeafSpace("seen", "box", (32, 32), "uint8"), LeafSpace("kind", "discrete", (), "int64", (3,)))
     with pytest.raises(

@@ -31,10 +31,10 @@ def config_of(id: str, **kwargs: Any) -> FleetRunConfig:
 
 
 def filmed(into: Path, id: str, **kwargs: Any) -> tuple[tuple[Path, ...], list[str]]:
-    """Films, and what was told."""
+    """Films, and what was told beside how far they are."""
     config, told = config_of(id, **kwargs), []
     films = film_episodes(make_policy(config, probe_spaces(config)), config, into / "films", told.append)
-    return films, told
+    return films, [line for line in told if " of episode " not in line]
 
 
 def check_film(path: Path) -> None:
@@ -50,6 +50,14 @@ def test_an_episode_becomes_a_film_with_a_frame_for_each_observation(tmp_path):
     (path,), told = filmed(tmp_path, SHOWN)
     assert path.name == "pole.mp4" and told == []
     check_film(path)
+
+
+def test_how_far_a_film_is_is_told_at_once_and_where_it_takes_long(tmp_path, monkeypatch):
+    monkeypatch.setattr("penstock.overseer.control.evaluation.SLOW_S", 0.0)
+    config, told = config_of(SHOWN), []
+    film_episodes(make_policy(config, probe_spaces(config)), config, tmp_path, told.append)
+    assert told[0].startswith("--video: task 'pole': step 0 of episode 1; ") and len(told) > 5
+    assert any("step 3 of episode 2" in line for line in told)
 
 
 def test_a_film_is_named_after_its_task_without_what_no_file_name_holds(tmp_path):

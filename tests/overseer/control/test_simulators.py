@@ -31,7 +31,9 @@ def test_a_start_that_fails_at_first_does_not_refuse_the_run(tmp_path):
 @pytest.mark.parametrize(("limits", "tries"), [({}, PROBE_FAILURES), ({"max_failures_in_row": 2}, 2)])
 def test_one_that_always_fails_is_bad_input_after_few_tries(tmp_path, limits, tries):
     with pytest.raises(
-        ConfigError, match=f"no simulator could be made in {tries} attempts; the last: task 'pole'.*port is taken$"
+        ConfigError,
+        match=f"no simulator could be made in {tries} attempts; the last: task 'pole'.*port is taken "
+        r"\(simulators\.py:\d+\)$",
     ):
         probe_spaces(flaky(tmp_path, 99, **limits))
     assert len(os.listdir(tmp_path)) == tries

@@ -15,10 +15,16 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 
 from penstock.types import ConfigError
+from penstock.types.errors import raised_at
 from penstock.types.importing import load_attribute, load_module, nearest
 
 _OURS = "penstock.environments.simulators"
 _STEP_LIMIT = "max_episode_steps"
+INCURABLE = (
+    TypeError, ValueError, LookupError, AttributeError, NameError, ImportError, AssertionError, NotImplementedError,
+    gymnasium.error.Error,
+)  # fmt: skip
+"""What another attempt would raise again: it is wrong in the code or its arguments, not in the world around."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +172,9 @@ def _made_by_gymnasium(id: str, spec: EnvSpec, arguments: dict[str, Any]) -> gym
         return gymnasium.make(spec, disable_env_checker=True, **limits, **arguments)
     except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
         raise ConfigError(f"simulator {id!r} needs a package that is not installed: {error}") from error
-    except (TypeError, ValueError, gymnasium.error.Error) as error:
-        raise ConfigError(f"simulator {id!r} could not be made: {type(error).__name__}: {error}") from error
+    except INCURABLE as error:
+        words = f"{type(error).__name__}: {error}{raised_at(error)}"
+        raise ConfigError(f"simulator {id!r} could not be made: {words}") from error
 
 
 def _made(id: str, factory: Callable[..., Any], arguments: dict[str, Any]) -> gymnasium.Env[Any, Any]:
@@ -179,8 +186,9 @@ def _made(id: str, factory: Callable[..., Any], arguments: dict[str, Any]) -> gy
     _check_arguments(id, factory, arguments)
     try:
         simulator = factory(**arguments)
-    except (TypeError, ValueError, gymnasium.error.Error) as error:
-        raise ConfigError(f"simulator {id!r} could not be made: {type(error).__name__}: {error}") from error
+    except INCURABLE as error:
+        words = f"{type(error).__name__}: {error}{raised_at(error)}"
+        raise ConfigError(f"simulator {id!r} could not be made: {words}") from error
     if not isinstance(simulator, gymnasium.Env):
         raise ConfigError(f"simulator {id!r} gave a {type(simulator).__name__}: it must give a gymnasium.Env")
     return simulator if limit is None else gymnasium.wrappers.TimeLimit(simulator, limit)

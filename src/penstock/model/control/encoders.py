@@ -305,6 +305,7 @@ class TextEncoder(LeafEncoder):
 MOST_DEVIATIONS = 10.0
 """What a normalised number is clipped to."""
 _LEAST_VARIANCE = 1e-8
+_MOST_COUNTED = 1e15  # numbers beyond count as this in the statistics, since the sum of their squares would overflow
 
 
 class ObservationStatistics(eqx.Module):
@@ -370,7 +371,8 @@ class ObservationStatistics(eqx.Module):
         total = jnp.maximum(self.count + more, 1.0)
 
         def merged(name: str, mean: Array, variance: Array) -> tuple[Array, Array]:
-            numbers = observations[name][: len(counted)]
+            numbers = observations[name][: len(counted)].astype(jnp.float32)
+            numbers = jnp.clip(numbers, -_MOST_COUNTED, _MOST_COUNTED)
             here = counted.reshape(*counted.shape, *(1,) * (numbers.ndim - 2))
             own = jnp.sum(jnp.where(here, numbers, 0.0), axis=(0, 1)) / jnp.maximum(more, 1.0)
             squares = jnp.sum(jnp.where(here, (numbers - own) ** 2, 0.0), axis=(0, 1))

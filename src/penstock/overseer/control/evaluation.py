@@ -28,6 +28,7 @@ from rich.table import Table
 
 from penstock.fleet import JaxPolicyRunner, RecordingPool, RolloutWorker, SimulatorPool
 from penstock.fleet.config import FleetConfig
+from penstock.fleet.evaluation import SLOW_S
 from penstock.fleet.steps import StepBatch
 from penstock.fleet.video import MOST_WAITING_BYTES, VideoWriter, require_film_packages
 from penstock.model.control import ControlPolicy, control_model_directory, load_control_policy
@@ -222,18 +223,20 @@ def film_episodes(
         policy: With weights.
         config: Tasks and limits.
         folder: Made where it is missing.
-        tell: Told of each film that failed, in a line; standard error by default.
+        tell: Told in a line how far a film is, at its beginning and where it takes long, and of each that failed;
+            standard error by default.
 
     Returns:
         The films that were made.
     """
     films: list[Path] = []
+    tell = tell or _tell
     for task in config.fleet.tasks:
         try:
-            films.append(_film(policy, config, task, film_path(folder, task)))
+            films.append(_film(policy, config, task, film_path(folder, task), tell))
         except Exception as error:  # whatever it is: what was evaluated must not be lost by it
             reason = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
-            (tell or _tell)(f"--video: task {task!r} was not filmed: {' '.join(reason.split())}")
+            tell(f"--video: task {task!r} was not filmed: {' '.join(reason.split())}")
     return tuple(films)
 
 
@@ -272,7 +275,7 @@ def _failures_told() -> OnEvent:
     return tell
 
 
-def _film(policy: ControlPolicy, config: FleetRunConfig, task: str, path: Path) -> Path:
+def _film(policy: ControlPolicy, config: FleetRunConfig, task: str, path: Path, tell: Callable[[str], object]) -> Path:
     fleet = _film_fleet(config.fleet, task)
     take = _EpisodeRecorder(path)
     writer = VideoWriter(path.parent, path.stem, fleet.video.fps, take.on_event)
@@ -284,10 +287,14 @@ def _film(policy: ControlPolicy, config: FleetRunConfig, task: str, path: Path) 
     try:
         start_pool(pool, fleet)
         worker = RolloutWorker(filmed, runner, fleet, partial(_note, take, filmed))
-        deadline = time.monotonic() + FILM_S
+        began, told_s = time.monotonic(), 0.0
         while not take.over:
-            if time.monotonic() > deadline:
+            spent_s = time.monotonic() - began
+            if spent_s > FILM_S:
                 raise NoProgressError(f"no episode was over within {FILM_S:g} s")
+            if spent_s >= told_s:
+                tell(f"--video: task {task!r}: {take.in_words}")
+                told_s = max(SLOW_S, 2 * told_s)
             if writer.waiting_bytes > MOST_WAITING_BYTES // 2:  # nothing is dropped: the simulator waits
                 time.sleep(POLL_S / 10)
                 continue
@@ -322,6 +329,7 @@ class _EpisodeRecorder:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._ended = 0  # episodes
+        self._steps = 0  # of the one that goes on
         self._cut: set[int] = set()  # their numbers
         self._kept = False
         self._failure = ""
@@ -339,13 +347,19 @@ class _EpisodeRecorder:
             raise RunFailed(f"faults cut {MOST_CUT} episodes")
         return self._kept
 
+    @property
+    def in_words(self) -> str:
+        """How far it is."""
+        return f"step {self._steps:,} of episode {self._ended + 1}; the first whole one after episode 1 is filmed"
+
     def note(self, batch: StepBatch) -> None:
         """Before the film's writer can hear of the same batch."""
+        self._steps += 1
         if not (batch.first & batch.acted).any():
             return
         if np.any(batch.faults):
             self._cut.add(self._ended)
-        self._ended += 1
+        self._ended, self._steps = self._ended + 1, 0
 
     def on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Of the writer, in its thread, and of the pool that is filmed."""

@@ -20,7 +20,6 @@ from math import ceil, floor
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from penstock.learner.config import LearnerConfig
@@ -256,11 +255,11 @@ class FitReport:
 
     def print(self, console: Console) -> None:
         """For people."""
-        console.print(f"{escape(self.model)}; {escape(self.chip)}: {NOT_MEASURED}\n", highlight=False)
+        console.print(f"{self.model}; {self.chip}: {NOT_MEASURED}\n", highlight=False)
         console.print(self._memory_table())
         console.print(f"\n{self._verdict()}\n", highlight=False)
         if self.sharing:
-            console.print(f"{escape(self.sharing)}\n", highlight=False, soft_wrap=True)
+            console.print(f"{self.sharing}\n", highlight=False, soft_wrap=True)
         if self.host_bytes:
             console.print(f"In the host's memory beside it: {bytes_text(self.host_bytes)}\n", highlight=False)
         console.print(self._programs_table())
@@ -304,7 +303,7 @@ class FitReport:
             return
         table = Table(f"temporaries of {largest.name}", "shape", "bytes", "made", box=None, pad_edge=False)
         for each in largest.largest:
-            table.add_row(escape(each.made_by), escape(each.shape), bytes_text(each.size_bytes), f"{each.count} ×")
+            table.add_row(each.made_by, each.shape, bytes_text(each.size_bytes), f"{each.count} ×")
         console.print()
         console.print(table)
 
