@@ -23,7 +23,7 @@ from penstock.overseer.control.simulators import filmed_pool, require_films, wor
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.results import BestNews, write_stats
+from penstock.overseer.results import write_stats
 from penstock.overseer.run_log import simulators_told
 from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.overseer.tasks import LocalComponent
@@ -46,8 +46,7 @@ def local_components(
     config = settings.config
     require_films(config)
     ctx = context("evaluator-0")
-    news = BestNews(ctx.caller("learner-0"), config.overseer.keep_best)
-    evaluator = FleetEvaluator(config, start.policy, news.logged_by(ctx.metrics), simulators_told(ctx), news.begun)
+    evaluator = FleetEvaluator(ctx, config, start.policy)
     if start.checkpoint is not None:
         evaluator.restore(start.checkpoint.states["evaluator"])
     weights = _OfferedWeights(evaluator, config.steps)

@@ -25,13 +25,13 @@ from penstock.overseer.assembly import (
 from penstock.overseer.component import LOOK_S, Settings, ThreadedComponent, note_served
 from penstock.overseer.config import RunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
-from penstock.overseer.language.evaluator import Evaluator, kept_by
+from penstock.overseer.language.evaluator import Evaluator
 from penstock.overseer.language.external import ExternalEngine
 from penstock.overseer.language.inference import AnyEngine
 from penstock.overseer.language.replay import ReferenceScores, arrived_examples, problem_rules
 from penstock.overseer.language.rollout import engine_config, located, make_pool
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.results import BestNews, write_stats
+from penstock.overseer.results import write_stats
 from penstock.overseer.run import step_of
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership
@@ -97,15 +97,7 @@ def local_components(
         agents=AgentEndpoint.of(config.inference, start.codec),
     )
     of_evaluator = context("evaluator-0")
-    news = BestNews(of_evaluator.caller("learner-0"), config.overseer.keep_best)
-    evaluator = Evaluator(
-        manager,
-        news.logged_by(log.metrics),
-        lambda lesson_id, failure: log.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
-        kept_by(of_evaluator, settings.directory),
-        lambda: replay.issuer.last_lesson,
-        news.begun,
-    )
+    evaluator = Evaluator(of_evaluator, settings, manager, lambda: replay.issuer.last_lesson)
     names = {environment.name for environment in environments.values()}
     replay = LocalReplay(context("replay-0"), settings, manager, names, log, problem_rules(config, environments))
     rollout = LocalRollout(context("rollout-0"), settings, manager, replay, weights, evaluator)
@@ -166,13 +158,13 @@ class LocalReplay(ThreadedComponent):
             return manager.group_size(lesson_id) if lesson_id in config.curriculum.lessons else 0
 
         self.opened = open_replay(
+            ctx,
             settings,
             config.replay,
             LANGUAGE,
             make_batch_makers(config, environment_names),
             tickets=TicketRules(config.seed, curriculum, group_size_of, problems=problems),
             on_group=on_group,
-            on_damage=log.damage,
         )
         storage = config.rollout.storage
         with config_error_for("rollout.storage.path", storage.path or settings.directory.path):
