@@ -46,17 +46,8 @@ class UpdateLog(Protocol):
     """Writes one line of metrics per update."""
 
     @property
-    def step(self) -> int:
-        """The learner's version, as of the last line."""
-        ...
-
-    @property
     def bottleneck(self) -> str:
         """What set the pace lately, in words."""
-        ...
-
-    def begin_at(self, step: int) -> None:
-        """The learner begins with that version."""
         ...
 
     def begin_phase(self) -> None:
@@ -266,10 +257,6 @@ class PolicyKind(Protocol):
 
     def metrics_of(self, results: Results) -> dict[str, float]:
         """Results of an evaluation as metrics."""
-        ...
-
-    def on_event(self, run: "Run", kind: str, fields: Mapping[str, Any]) -> None:
-        """An event of a component was logged."""
         ...
 
     def failures(self, run: "Run") -> tuple[int, str]:

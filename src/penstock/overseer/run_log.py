@@ -86,6 +86,8 @@ class RunLog:
             self.progress.goal = str(fields["reason"])
         elif kind == "component_death":
             self.progress.compiling.pop(fields["component"].partition("#")[0], None)
+        else:
+            self._note_simulators(kind, fields)
 
     def evaluation(self, when: str, step: int, results: Results, metrics: Mapping[str, float]) -> None:
         """What an evaluation before or after the training gave; a lesson that failed has the reward None."""
@@ -124,7 +126,7 @@ class RunLog:
         self.progress.begin_phase(words)
         self.event("phase", phase=words)
 
-    def simulators_event(self, kind: str, fields: Mapping[str, Any]) -> None:
+    def _note_simulators(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Counts a failure among the events of simulators, and shows what the user is to know at once."""
         words = failure_in_words(kind, fields)
         if words and words != self._of_fork_server:

@@ -176,13 +176,9 @@ class FleetUpdates:
         log: The run's single writer.
         tasks: Of the fleet.
         local: Whether all runs in one process, whose components have no idle times of their own.
-
-    Attributes:
-        step: The learner's version, as far as it was told.
     """
 
     def __init__(self, log: RunLog, tasks: Collection[str], local: bool = False) -> None:
-        self.step = log.step
         self._idle = None if local else IdleShares()
         self._log = log
         self._tasks = tasks
@@ -192,15 +188,6 @@ class FleetUpdates:
     def bottleneck(self) -> str:
         """What set the pace lately, in words."""
         return self._pace.bottleneck.words
-
-    @property
-    def steps_per_s(self) -> float | None:
-        """Simulator steps per second, lately; None where that is not known yet."""
-        return self._pace.steps_per_s
-
-    def begin_at(self, step: int) -> None:
-        """The learner begins with that version."""
-        self.step = self._log.step = step
 
     def begin_phase(self) -> None:
         """Simulators go on."""
@@ -228,7 +215,6 @@ class FleetUpdates:
         self._log.step = step
         self._log.bottleneck(self._pace.bottleneck.part, self._pace.bottleneck.words)
         self._log.metrics(step, values)
-        self.step = step  # whoever sees it finds its metrics
         rewards = {task: values[name] for task in self._tasks if (name := f"fleet/{task}/reward_mean") in values}
         progress = self._log.progress
         progress.reward = rewards
@@ -328,7 +314,6 @@ class ControlKind:
         self.spaces = spaces
         self._factories = {**FACTORIES, **(factories or {})}
         self._workers: int | None = None  # when they were drained
-        self._updates: FleetUpdates | None = None
 
     @classmethod
     def of(cls, config: FleetRunConfig) -> Self:
@@ -467,16 +452,11 @@ class ControlKind:
 
     def make_update_log(self, config: FleetRunConfig, log: RunLog) -> FleetUpdates:
         """Names the bottleneck by the fleet's pace."""
-        self._updates = FleetUpdates(log, config.fleet.tasks, config.runtime == "local")
-        return self._updates
+        return FleetUpdates(log, config.fleet.tasks, config.runtime == "local")
 
     def metrics_of(self, results: Results) -> dict[str, float]:
         """As ``eval/<task>/…``."""
         return metrics_of(results)
-
-    def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
-        """Counts failures of simulators."""
-        run.log.simulators_event(kind, fields)
 
     def failures(self, run: Run) -> tuple[int, str]:
         """Of simulators; they are restarted or given up, and no group fails."""
@@ -485,7 +465,7 @@ class ControlKind:
     def status(self, run: Run) -> dict[str, Any]:
         """Steps by what became of them, how fast they come, and failed simulators."""
         failed, last_failure = self.failures(run)
-        pace = None if self._updates is None else self._updates.steps_per_s
+        pace = run.log.progress.units_per_s
         return {
             "account": run.seen.facts("replay-0").get("account", {}),
             "simulators": {"failed": failed, "last_failure": last_failure},

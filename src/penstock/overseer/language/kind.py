@@ -181,7 +181,6 @@ class Updates:
         offline: Whether the rollouts are stored ones, whose age nobody knows.
 
     Attributes:
-        step: The learner's version, as far as it was told.
         bottleneck: What set the pace lately, in words.
     """
 
@@ -193,7 +192,6 @@ class Updates:
         success_threshold: float = 0.5,
         offline: bool = False,
     ) -> None:
-        self.step = log.step
         self._offline = offline
         self.bottleneck = ""
         self._log = log
@@ -201,10 +199,6 @@ class Updates:
         self._synchronous, self._local, self._engine_busy_s = synchronous, local, 0.0
         self._pace = Pace()
         self._signal = SignalWatch(success_threshold)
-
-    def begin_at(self, step: int) -> None:
-        """The learner begins with that version."""
-        self.step = self._log.step = step
 
     def begin_phase(self) -> None:
         """What was generated before is none of its pace."""
@@ -239,7 +233,6 @@ class Updates:
         self._log.bottleneck(found.part, found.words)
         values = {**look.numbers(), **shares, **overseer, **rollouts, **metrics}
         self._log.metrics(step, values)
-        self.step = step  # whoever sees it finds its metrics
         progress = self._log.progress
         self._pace.note_update()
         staleness = None if self._offline else values.get("replay/staleness_mean", 0.0)
@@ -546,9 +539,6 @@ class LanguageKind:
     def metrics_of(self, results: Results) -> dict[str, float]:
         """As ``eval/<lesson>/…``, or ``eval_report/<lesson>/…`` of problems that are kept apart for reports."""
         return metrics_of(results, "eval")
-
-    def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
-        """Nothing more."""
 
     def failures(self, run: Run) -> tuple[int, str]:
         """Groups whose environment or reward function failed."""

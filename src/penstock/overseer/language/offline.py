@@ -69,7 +69,7 @@ class OfflineKind:
         self.progress, self.hosts, self.check_resume = language.progress, language.hosts, language.check_resume
         self.make_learner, self.arrays = language.make_learner, language.arrays
         self.update_programs = language.update_programs
-        self.metrics_of, self.on_event = language.metrics_of, language.on_event
+        self.metrics_of = language.metrics_of
         self._language = language
         self._stored: StoredRollouts | None = None
         self._source = Path(str(config.replay.from_rollouts))
