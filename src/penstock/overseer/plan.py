@@ -3,7 +3,6 @@
 The text is itself a recipe: everything but the config is a comment.
 """
 
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -14,11 +13,11 @@ from penstock.model.language.attention_choice import attention_kernel, check_att
 from penstock.model.language.config import ModelConfig
 from penstock.overseer.config import RunConfig, rollout_workers
 from penstock.overseer.estimate import (
-    MemoryEstimate,
     base_bytes,
     bytes_text,
     computes_on_cpu,
     estimate_memory,
+    memory_lines,
     model_shape,
     moving_bytes,
     trained_count,
@@ -55,7 +54,7 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
     initial_state(beside_base(config.learner.optimizer, model), Decoder.of_shapes(model))  # which looks at all names
     memory = estimate_memory(model, config.inference, config.learner, on_cpu, snapshots=beside)
     if config.replay.from_rollouts is not None or config.inference.external is not None:
-        memory = replace(memory, engine_bytes=0, kv_cache_bytes=0)
+        del memory["parameters of the engine"], memory["KV cache"]
     else:
         check_length(model, config.inference)
     comments = [
@@ -64,7 +63,7 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
         *_adapter_lines(model, config),
         "",
         "Memory, estimated:",
-        *_memory_lines(memory),
+        *memory_lines(memory),
         "",
         "Components, threads of one process:" if config.runtime == "local" else "Components, processes under Ray:",
         *_component_lines(config, _rows(config.learner, model, on_cpu)),
@@ -100,26 +99,6 @@ def _adapter_lines(model: ModelConfig, config: RunConfig) -> list[str]:
         f"{model.lora.dtype}, and {bytes_text(moving_bytes(model))} travel for a version: {share:.1%} of the base, "
         f"which stays in {model.base}",
     ]
-
-
-def _memory_lines(memory: MemoryEstimate) -> list[str]:
-    parts = {
-        "parameters of the learner": memory.parameters_bytes,
-        **({"parameters of the reference": memory.reference_bytes} if memory.reference_bytes else {}),
-        **({"parameters of the engine": memory.engine_bytes} if memory.engine_bytes else {}),
-        "gradients": memory.gradients_bytes,
-        "optimiser state": memory.optimizer_bytes,
-        **({"KV cache": memory.kv_cache_bytes} if memory.kv_cache_bytes else {}),
-        "attention": memory.attention_bytes,
-        "activations": memory.activations_bytes,
-        "scores over the vocabulary": memory.vocabulary_bytes,
-        "float32 copies on a CPU": memory.copies_bytes,
-        "the optimiser step": memory.step_bytes,
-        **({"a checkpoint being written": memory.snapshot_bytes} if memory.snapshot_bytes else {}),
-        "the process itself": memory.process_bytes,
-        "total": memory.total_bytes,
-    }
-    return [f"  {name:<34}{bytes_text(count):>11}" for name, count in parts.items()]
 
 
 def _rows(learner: LearnerConfig, model: ModelConfig, on_cpu: bool) -> str:

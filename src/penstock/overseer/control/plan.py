@@ -18,7 +18,7 @@ An upper estimate to decide by; activations of convolutions and heavy simulators
 """
 
 from penstock.overseer.control_config import FleetRunConfig
-from penstock.overseer.estimate import PROCESS_BYTES, bytes_text
+from penstock.overseer.estimate import PROCESS_BYTES, memory_lines
 from penstock.rundir.yaml_documents import dump_yaml
 from penstock.types import LeafSpace, PenstockError, Spaces
 
@@ -29,7 +29,7 @@ SIMULATOR_BYTES = 30 * 2**20
 def estimate_fleet_memory(
     config: FleetRunConfig, spaces: Spaces, parameters: int, state_bytes: int = 0
 ) -> dict[str, int]:
-    """The memory of a fleet run on one machine: bytes by purpose, and in all; see the module's docstring.
+    """The memory of a fleet run on one machine: bytes by purpose, see the module's docstring.
 
     Args:
         config: The run's.
@@ -44,7 +44,7 @@ def estimate_fleet_memory(
     fragment_bytes = (fleet.fragment_length + 1) * step_bytes + state_bytes
     waiting = replay.buffer_config().capacity if replay.most_waiting is None else replay.most_waiting
     fragments = 2 * replay.fragments_per_batch + waiting + fleet.workers * fleet.queue_fragments + slots
-    parts = {
+    return {
         "parameters of learner and workers": (2 + fleet.workers) * 4 * parameters,
         "gradients and optimiser state": 4 * 4 * parameters,  # of AdamW, which has most
         "fragments": fragments * fragment_bytes,
@@ -52,7 +52,6 @@ def estimate_fleet_memory(
         "processes of light simulators": fleet.workers * fleet.processes_per_worker * SIMULATOR_BYTES,
         "the process itself": PROCESS_BYTES,
     }
-    return {**parts, "total": sum(parts.values())}
 
 
 def describe_fleet_plan(config: FleetRunConfig) -> str:
@@ -88,7 +87,7 @@ def _size_lines(config: FleetRunConfig) -> list[str]:
         f"Actions: {_leaves(spaces.actions)}",
         "",
         "Memory, estimated:",
-        *(f"  {name:<34}{bytes_text(count):>11}" for name, count in memory.items()),
+        *memory_lines(memory),
     ]
 
 
