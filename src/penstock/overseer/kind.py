@@ -219,10 +219,6 @@ class PolicyKind(Protocol):
         """What training needs compiled."""
         ...
 
-    def arrays(self, learner: Any) -> Mapping[str, Any]:
-        """Its parameters by name."""
-        ...
-
     def learner_tasks(self, ctx: ComponentContext, component: "LearnerComponent") -> LearnerTasks:
         """What the learner's process does beside training."""
         ...

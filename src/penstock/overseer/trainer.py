@@ -287,7 +287,7 @@ class LearnerComponent(ThreadedComponent[Any]):
     def _open_broadcaster(self) -> None:
         """A new server; it offers what was published last, or else the learner's present version."""
         settings = self.settings
-        version, arrays = self._published or (self._version(), self.arrays())
+        version, arrays = self._published or self._present()
         self._announce(version, arrays, patiently=False)
         broadcaster: Broadcaster
         if self.shared is not None:
@@ -299,12 +299,14 @@ class LearnerComponent(ThreadedComponent[Any]):
         broadcaster.publish(version, self._travelling(arrays))
         self._broadcaster, self._published = broadcaster, (version, arrays)
 
-    def arrays(self) -> Mapping[str, Any]:
-        """The learner's parameters by name."""
-        return self._kind.arrays(self.learner)
+    def _present(self) -> tuple[WeightVersion, Mapping[str, Any]]:
+        """The version that the learner holds, and its parameters by name."""
+        learner = self.learner
+        return WeightVersion(self.settings.lineage, learner.step), learner.named_arrays()
 
-    def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
-        """Offers a version to whoever fetches; what is published already is not published again."""
+    def publish(self) -> None:
+        """Offers the learner's version to whoever fetches; what is published already is not published again."""
+        version, arrays = self._present()
         self._announce(version, arrays, patiently=True)
         with self._publishing:
             assert self._broadcaster is not None  # opened before there is anything to publish
@@ -358,7 +360,7 @@ class LearnerComponent(ThreadedComponent[Any]):
             self._batches,
             self._commits,
             self,
-            WeightVersion(self.settings.lineage, self.config.steps),
+            self.config.steps,
             publish_first=not self.config.replay.synchronous,
         )
         if self.settings.checkpoint is None:
@@ -366,7 +368,7 @@ class LearnerComponent(ThreadedComponent[Any]):
             self.wait_until_saved()
         else:
             self._ask_evaluator()  # it answers then even where the cluster is lost before the first checkpoint
-        self.publish(self._version(), self.arrays())  # replay must know what it is before anything of it arrives
+        self.publish()  # replay must know what it is before anything of it arrives
         self._replay.call("admit", timeout_s=STATES_S)
         self._training = True
         try:
@@ -379,10 +381,6 @@ class LearnerComponent(ThreadedComponent[Any]):
             self._training = False
         self.doing = f"done at step {learner.step}"
         return learner.step
-
-    def publish_last(self) -> None:
-        """The version that training reached, for the last evaluation; a task after `train`."""
-        self.publish(self._version(), self.arrays())
 
     def finish(self) -> None:
         """Training ends at the next update boundary, with a checkpoint; one that has not begun ends at once."""
@@ -404,10 +402,6 @@ class LearnerComponent(ThreadedComponent[Any]):
         if self._broadcaster is not None:
             self._broadcaster.close()
         self._more.on_stop()
-
-    def _version(self) -> WeightVersion:
-        """The version that the learner holds."""
-        return WeightVersion(self.settings.lineage, self.learner.step)
 
     def before_update(self, batch: TrainingBatch[Any]) -> None:
         """The kind's task beside an update begins.

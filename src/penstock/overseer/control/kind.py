@@ -402,10 +402,6 @@ class ControlKind:
         """The update of a batch of fragments."""
         return learner.programs(config.replay.fragments_per_batch, config.fleet.fragment_length)
 
-    def arrays(self, learner: ControlLearner) -> Mapping[str, Any]:
-        """The network's."""
-        return learner.named_arrays()
-
     def learner_tasks(self, ctx: ComponentContext, component: LearnerComponent) -> LearnerTasks:
         """None."""
         return LearnerTasks({})
@@ -434,7 +430,7 @@ class ControlKind:
 
     def after_training(self, run: Run) -> PhaseSteps:
         """Nobody acts any more, so that the account of steps closes."""
-        yield from run.tasks.call("learner-0", "publish_last")
+        yield from run.tasks.call("learner-0", "publish")
         names = run.tasks.names("rollout")
         self._workers = len(names) or self._workers
         for name in names:

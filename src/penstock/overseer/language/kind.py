@@ -14,7 +14,7 @@ from penstock.learner import Learner, load_checkpoint
 from penstock.learner.checkpoints import read_state
 from penstock.learner.losses import check_own_loss
 from penstock.learner.reference import check_reference
-from penstock.model.language import Decoder, load_policy, named_arrays
+from penstock.model.language import Decoder, load_policy
 from penstock.model.language.config import ModelConfig, read_shape
 from penstock.model.language.decoder import decoder_digests
 from penstock.model.language.lora import is_adapter
@@ -446,10 +446,6 @@ class LanguageKind:
         """The update's."""
         return learner.update_programs()
 
-    def arrays(self, learner: Learner) -> Mapping[str, Any]:
-        """The decoder's."""
-        return named_arrays(learner.decoder)
-
     def learner_tasks(self, ctx: ComponentContext, component: LearnerComponent) -> LearnerTasks:
         """Warm start and parity probe."""
         preparation = Preparation(ctx, component)
@@ -497,7 +493,7 @@ class LanguageKind:
         reason, step = self._goal(run), run.learner_step() or 0
         if reason and step < run.config.steps:
             run.log.event("goal_reached", step, reason=reason)
-        yield from run.tasks.call("learner-0", "publish_last")
+        yield from run.tasks.call("learner-0", "publish")
         yield from self._until_served(run)
 
     def goal_reached(self, run: Run) -> bool:

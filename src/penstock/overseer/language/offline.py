@@ -67,8 +67,7 @@ class OfflineKind:
     def __init__(self, config: RunConfig) -> None:
         language = LanguageKind()
         self.progress, self.hosts, self.check_resume = language.progress, language.hosts, language.check_resume
-        self.make_learner, self.arrays = language.make_learner, language.arrays
-        self.update_programs = language.update_programs
+        self.make_learner, self.update_programs = language.make_learner, language.update_programs
         self.metrics_of = language.metrics_of
         self._language = language
         self._stored: StoredRollouts | None = None
