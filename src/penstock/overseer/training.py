@@ -341,7 +341,7 @@ def oversee(run: Run, crew: ThreadGroup, quiet: bool) -> None:
         for found in free_abandoned():
             log.event("memory_freed", path=str(found.path), bytes=found.nbytes)
         with logged(directory.path / "logs" / "run.jsonl", run.tasks.settings.lineage) if local else nullcontext():
-            Overseer(run, crew, directory, log, TerminalView(log.progress, quiet=quiet), run.config.overseer).run()
+            Overseer(run, crew, TerminalView(log.progress, quiet=quiet)).run()
     except Exception as error:
         if directory.events_path.exists():
             error.add_note(f"the story is in {directory.events_path}")
