@@ -151,10 +151,6 @@ class LocalFleet(ThreadedComponent[FleetRunConfig]):
             on_batch=(filmed.note,) if filmed else (),
         )  # fmt: skip
 
-    @override
-    def start(self) -> None:
-        self.state, self.doing = "running", "waiting for the learner to train"
-
     def begin(self) -> None:
         """The learner trains: simulators are started."""
         self.doing = "starting simulators"

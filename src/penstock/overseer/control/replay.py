@@ -68,7 +68,7 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
 
     @override
     def start(self) -> None:
-        self.state, self.doing = "running", "waiting for the learner to train"
+        super().start()
         self.look(self.ctx.view)
 
     def look(self, view: Membership) -> None:

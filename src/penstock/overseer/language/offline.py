@@ -216,10 +216,6 @@ class OfflineReplay(ThreadedComponent):
             epochs=config.steps / self.batches.updates_per_epoch,
         )
 
-    @override
-    def start(self) -> None:
-        self.state, self.doing = "running", "waiting for the learner to train"
-
     def admit(self) -> None:
         """The learner trains."""
         self.doing = "serving"

@@ -329,7 +329,7 @@ class ReplayRole(ThreadedComponent):
     @override
     def start(self) -> None:
         self._curriculum.start(self._replay.buffer.wake)
-        self.state, self.doing = "running", "waiting for the learner to train"
+        super().start()
         self.look(self.ctx.view)
 
     def look(self, view: Membership) -> None:
