@@ -68,6 +68,13 @@ def find_bottleneck(
     return Bottleneck(part, f"learner idle {learner:.0%}: {why}"), shares
 
 
+def seconds_of(metrics: Mapping[str, float]) -> tuple[float, float]:
+    """Of an update, by its metrics: how long the learner waited for the batch, and the whole time."""
+    waited_s = metrics.get("time/wait_for_batch", 0.0)
+    worked = ("time/update", "time/checkpoint", "weights/publish_s")
+    return waited_s, waited_s + sum(metrics.get(name, 0.0) for name in worked)
+
+
 def idle_shares(metrics: Mapping[str, float], engine_busy_s: float) -> dict[str, float]:
     """How idle learner and engine of one process were during an update.
 
@@ -78,9 +85,7 @@ def idle_shares(metrics: Mapping[str, float], engine_busy_s: float) -> dict[str,
     Returns:
         Role → share of the update's whole time; empty where that is nothing.
     """
-    waited_s = metrics.get("time/wait_for_batch", 0.0)
-    worked = ("time/update", "time/checkpoint", "weights/publish_s")
-    whole_s = waited_s + sum(metrics.get(name, 0.0) for name in worked)
+    waited_s, whole_s = seconds_of(metrics)
     if whole_s <= 0:
         return {}
     return {"learner": waited_s / whole_s, "inference": min(1.0, max(0.0, 1.0 - engine_busy_s / whole_s))}

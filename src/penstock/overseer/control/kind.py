@@ -32,7 +32,7 @@ from penstock.overseer.control.simulators import probe_spaces, require_films
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.kind import Factories, LearnerTasks, RunStart, check_kept, make_spec
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.metrics import BUSY, BUSY_SUPPLIER, Bottleneck, ClusterSnapshot, IdleShares
+from penstock.overseer.metrics import BUSY, BUSY_SUPPLIER, Bottleneck, ClusterSnapshot, IdleShares, seconds_of
 from penstock.overseer.progress import CONTROL_LABELS, Progress
 from penstock.overseer.results import Results
 from penstock.overseer.run import PhaseSteps, Run
@@ -85,9 +85,7 @@ class ThroughputTrend:
             ``fleet/steps_per_s``, where it is known; ``time/idle/<role>``: shares between 0 and 1, the learner's of
             the update, inference's lately. Empty where the update took no time.
         """
-        waited_s = metrics.get("time/wait_for_batch", 0.0)
-        worked = ("time/update", "time/checkpoint", "weights/publish_s")
-        whole_s = waited_s + sum(metrics.get(name, 0.0) for name in worked)
+        waited_s, whole_s = seconds_of(metrics)
         now_s = self._clock()
         rates = {name: rate.note(metrics.get(name, 0.0), now_s, whole_s) for name, rate in self._rates.items()}
         if whole_s <= 0:
