@@ -36,10 +36,16 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
             than what the model is meant for, attention cannot be computed so, something is to be kept in another
             memory than there is, or arrays or tokens are named that the model does not have.
     """
-    if not isinstance(config, RunConfig):
-        from penstock.overseer.control.plan import describe_fleet_plan
+    if isinstance(config, RunConfig):
+        comments = _language_lines(config)
+    else:
+        from penstock.overseer.control.plan import fleet_plan_lines
 
-        return describe_fleet_plan(config)
+        comments = fleet_plan_lines(config)
+    return dump_yaml(config.dump()) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments)
+
+
+def _language_lines(config: RunConfig) -> list[str]:
     from penstock.learner.optimizer import beside_base, initial_state  # only what one kind of run needs is loaded
     from penstock.model.language import Decoder
     from penstock.overseer.language.kind import check_with_model
@@ -57,7 +63,7 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
         del memory["parameters of the engine"], memory["KV cache"]
     else:
         check_length(model, config.inference)
-    comments = [
+    return [
         f"Model: {model.model_type}, {model.parameter_count:,} parameters, {model.dtype}, "
         f"vocabulary {model.vocab_size:,}",
         *_adapter_lines(model, config),
@@ -68,7 +74,6 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
         "Components, threads of one process:" if config.runtime == "local" else "Components, processes under Ray:",
         *_component_lines(config, _rows(config.learner, model, on_cpu)),
     ]
-    return dump_yaml(config.dump()) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments)
 
 
 def check_code(config: "RunConfig | FleetRunConfig") -> None:

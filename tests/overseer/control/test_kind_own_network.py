@@ -13,9 +13,9 @@ from penstock.learner import ControlLearner
 from penstock.overseer import FleetRunConfig, evaluate_fleet, train
 from penstock.overseer.config_loading import build_config, load_recorded_config, named_code
 from penstock.overseer.control.kind import check_resume
-from penstock.overseer.control.plan import describe_fleet_plan
 from penstock.overseer.control.policies import make_policy
 from penstock.overseer.control.simulators import probe_spaces
+from penstock.overseer.plan import describe_plan
 from penstock.overseer.rerun.replay import replay_updates
 from penstock.rundir import RunDirectory, read_metrics
 from penstock.types import CheckpointError, ConfigError, PenstockError
@@ -78,7 +78,7 @@ def test_a_resume_goes_on_with_it_where_its_code_has_moved(run: Path, tmp_path: 
 
 def test_a_dry_run_says_who_makes_it(tmp_path: Path):
     config = own(tmp_path)
-    assert f"# Model: {tmp_path}/nets.py:Towers, 141 parameters" in describe_fleet_plan(config)
+    assert f"# Model: {tmp_path}/nets.py:Towers, 141 parameters" in describe_plan(config)
     assert [each.key for each in named_code(config.dump())][0] == "model.module"
 
 
@@ -107,7 +107,7 @@ def test_what_the_learner_would_refuse_is_refused_before_anything_is_written(tmp
         train(config, tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
     with pytest.raises(PenstockError, match=words):
-        describe_fleet_plan(config)
+        describe_plan(config)
 
 
 def test_a_burn_in_is_the_networks_own_affair(tmp_path: Path):

@@ -1,6 +1,6 @@
-"""What a control run would consist of, without running it: the resolved config, its memory, its components.
+"""What a control run would consist of, without running it: its policy, its memory, its components.
 
-The text is itself a recipe: everything but the config is a comment. One simulator of each task is made, because only
+One simulator of each task is made, because only
 simulators know what they show; where that is impossible on this machine, the text says why and leaves sizes out.
 
 Memory is estimated by pure functions; nothing is allocated. With P parameters of 4 bytes, observations of o bytes, a
@@ -19,7 +19,6 @@ An upper estimate to decide by; activations of convolutions and heavy simulators
 
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.estimate import PROCESS_BYTES, memory_lines
-from penstock.rundir.yaml_documents import dump_yaml
 from penstock.types import LeafSpace, PenstockError, Spaces
 
 SIMULATOR_BYTES = 30 * 2**20
@@ -54,14 +53,13 @@ def estimate_fleet_memory(
     }
 
 
-def describe_fleet_plan(config: FleetRunConfig) -> str:
-    """The config as YAML, followed by policy, memory estimate and components as comments.
+def fleet_plan_lines(config: FleetRunConfig) -> list[str]:
+    """Policy, memory estimate and components.
 
     Raises:
         ConfigError: a simulator cannot be made here, where the run would make them, or the policy cannot be.
     """
-    comments = [*_size_lines(config), "", "Components:", *_component_lines(config)]
-    return dump_yaml(config.dump()) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments)
+    return [*_size_lines(config), "", "Components:", *_component_lines(config)]
 
 
 def _size_lines(config: FleetRunConfig) -> list[str]:
