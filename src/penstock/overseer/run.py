@@ -211,14 +211,9 @@ class Run:
         return dict(self.seen.facts("replay-0").get("lessons", {}))
 
     @property
-    def failed_groups(self) -> int:
-        """How much of the experience failed in this life of the run, as far as living workers know."""
-        return self._kind.failures(self)[0]
-
-    @property
-    def last_failure(self) -> str:
-        """What the last of them said."""
-        return self._kind.failures(self)[1]
+    def failures(self) -> tuple[int, str]:
+        """How much of the experience failed in this life of the run, as far as is known, and what the last one said."""
+        return self._kind.failures(self)
 
     @property
     def complete(self) -> bool:

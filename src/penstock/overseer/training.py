@@ -119,6 +119,7 @@ class RunRequest:
         started = time.monotonic()
         config = self.config
         directory, run = open_run(self, feed)
+        failed, last_failure = run.failures
         return RunSummary(
             directory.path,
             run.step,
@@ -127,8 +128,8 @@ class RunRequest:
             time.monotonic() - started,
             run.training_s,
             lessons=run.lessons,
-            failed_groups=run.failed_groups,
-            last_failure=run.last_failure,
+            failed_groups=failed,
+            last_failure=last_failure,
             kind="language" if isinstance(config, RunConfig) else "control",
             no_signal=tuple(run.log.progress.stretches),
             goal=run.log.progress.goal,
