@@ -22,12 +22,12 @@ from penstock.overseer.assembly import (
     open_replay,
     restore_parts,
 )
-from penstock.overseer.component import LOOK_S, Settings, ThreadedComponent, note_served
+from penstock.overseer.component import LOOK_S, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.language.evaluator import Evaluator
 from penstock.overseer.language.external import ExternalEngine
-from penstock.overseer.language.inference import AnyEngine
+from penstock.overseer.language.inference import AnyEngine, serve_weights
 from penstock.overseer.language.replay import ReferenceScores, arrived_examples, problem_rules
 from penstock.overseer.language.rollout import engine_config, located, make_pool
 from penstock.overseer.launch.launcher import ComponentContext
@@ -197,10 +197,6 @@ class LocalReplay(ThreadedComponent):
         """What belongs into a checkpoint beside the buffer's state."""
         return {"curriculum": self._curriculum.state(), "issuer": self.issuer.state()}
 
-    @override
-    def start(self) -> None:
-        self.state, self.doing = "running", "waiting for the learner to train"
-
     def arrived_under(self, step: int, most: int) -> list[tuple[RLExample, tuple[str, ...]]]:
         """`arrived_examples`."""
         return arrived_examples(self.opened.buffer, step, most)
@@ -281,10 +277,6 @@ class LocalRollout(ThreadedComponent):
             on_environment=replay.add_environment,
         )
 
-    @override
-    def start(self) -> None:
-        self.state, self.doing = "running", "waiting for the learner to train"
-
     def begin(self) -> None:
         """The learner trains."""
         self._trains, self.doing = True, "generating"
@@ -335,6 +327,7 @@ class LocalServing(ThreadedComponent, Generic[AnyEngine]):
     Args:
         ctx: Of the component.
         settings: The run, with its config, directory and lineage.
+        start: The policy that it begins with.
         engine: What answers, in this process or driven by it.
         context: Asks it, for environments.
         weights: Come from here.
@@ -347,6 +340,7 @@ class LocalServing(ThreadedComponent, Generic[AnyEngine]):
         self,
         ctx: ComponentContext,
         settings: Settings,
+        start: RunStart,
         engine: AnyEngine,
         context: InferenceContext,
         weights: InProcessBroadcaster,
@@ -354,6 +348,7 @@ class LocalServing(ThreadedComponent, Generic[AnyEngine]):
         super().__init__(ctx, settings)
         self.context = context
         self._engine, self._weights = engine, weights
+        self._still = (*settings.config.learner.optimizer.frozen, *start.policy.config.still)
         self._held: tuple[WeightVersion, str] | None = None
 
     def connect(self, manager: RolloutManager, rollout: LocalRollout, replay: LocalReplay) -> None:
@@ -362,16 +357,13 @@ class LocalServing(ThreadedComponent, Generic[AnyEngine]):
 
     def set_weights(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         """Returns when they are served, and known to be what the learner made."""
-        served, digests = self._serve(version, arrays)
+        moving, limit_s = trained_arrays(arrays, self._still), self.config.overseer.no_progress_s
+        served, digests = serve_weights(self.ctx, self._engine, version, moving, limit_s)
         self._replay.tell_digests(ENGINE_NAME, served.lineage, served.step, digests)
-
-    def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
-        """Returns when they are served: which version, and the digests of its arrays."""
-        raise NotImplementedError
 
     def end(self) -> None:
         """Ends what answers, within ``overseer.stop_timeout_s``."""
-        raise NotImplementedError
+        self._engine.stop(self.config.overseer.stop_timeout_s)
 
     def _take_offered(self, has_first: bool) -> None:
         """Takes the weights that are offered, unless the worker does, or the engine was made with them."""
@@ -426,25 +418,11 @@ class LocalInference(LocalServing[InferenceEngine]):
         self, ctx: ComponentContext, settings: Settings, start: RunStart, weights: InProcessBroadcaster
     ) -> None:
         config, self._first = settings.config, WeightVersion(settings.lineage, step_of(settings.checkpoint))
-        self._still = (*config.learner.optimizer.frozen, *start.policy.config.still)
         engine = InferenceEngine(
             start.policy, self._first, start.codec, engine_config(config), ENGINE_NAME, start.begun
         )
         context = EngineContext(engine, start.codec, ordered=config.replay.synchronous)
-        super().__init__(ctx, settings, engine, context, weights)
-
-    @override
-    def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
-        limit_s = self.config.overseer.no_progress_s
-        self._engine.set_weights(version, trained_arrays(arrays, self._still))
-        # between two dispatches, and before the first there may be programs to compile
-        self._engine.wait_until_served(version, limit_s)
-        note_served(self.ctx, version)
-        return self._engine.digests(limit_s)
-
-    @override
-    def end(self) -> None:
-        self._engine.stop(self.config.overseer.stop_timeout_s)
+        super().__init__(ctx, settings, start, engine, context, weights)
 
     @override
     def start(self) -> None:
@@ -471,7 +449,7 @@ class LocalInference(LocalServing[InferenceEngine]):
 
 @final
 class LocalExternalInference(LocalServing[ExternalEngine]):
-    """A server of another make beside this process."""
+    """A server of another make beside this process; the learner has it sleep and wake."""
 
     def __init__(
         self, ctx: ComponentContext, settings: Settings, start: RunStart, weights: InProcessBroadcaster
@@ -479,17 +457,12 @@ class LocalExternalInference(LocalServing[ExternalEngine]):
         engine = ExternalEngine(ctx.identity, settings, start.policy, start.codec, ctx.event)
         self._pool = pool = make_pool(settings)
         engine.on_change = lambda server: pool.set_servers([] if server is None else [server])
-        super().__init__(ctx, settings, engine, RemoteContext(pool, start.codec), weights)
+        super().__init__(ctx, settings, start, engine, RemoteContext(pool, start.codec), weights)
+        self.sleep, self.wake = engine.sleep, engine.wake
 
     @override
-    def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
-        digests = self._engine.set_weights(version, arrays)
-        note_served(self.ctx, version)
-        return version, digests
-
-    @override
-    def end(self) -> None:
-        self._engine.stop(self.config.overseer.stop_timeout_s)
+    def stop(self, timeout_s: float) -> None:
+        super().stop(timeout_s)
         self._pool.close()
 
     @override
@@ -502,14 +475,6 @@ class LocalExternalInference(LocalServing[ExternalEngine]):
             while not self.stopping.wait(LOOK_S):
                 self._take_offered(has_first=False)
                 self._engine.watch()
-
-    def sleep(self) -> None:
-        """`ExternalEngine.sleep`, for the learner."""
-        self._engine.sleep()
-
-    def wake(self) -> None:
-        """`ExternalEngine.wake`, for the learner."""
-        self._engine.wake()
 
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         return self._described(self._engine.doing, self._engine.progress, self._engine.server is not None)
