@@ -45,11 +45,6 @@ REWOUND = (*ESSENTIAL_NAMES, "evaluator-0")
 class UpdateLog(Protocol):
     """Writes one line of metrics per update."""
 
-    @property
-    def bottleneck(self) -> str:
-        """What set the pace lately, in words."""
-        ...
-
     def begin_phase(self) -> None:
         """The run came to another phase: what was generated before is none of its pace."""
         ...
@@ -103,14 +98,6 @@ class SharedParts:
     manager: Any = None
 
 
-def _nothing(*_: object) -> None:
-    pass
-
-
-def _no_digests(arrays: Mapping[str, Any]) -> Mapping[str, str]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class LearnerTasks:
     """What a learner's process does beside training.
@@ -126,11 +113,11 @@ class LearnerTasks:
     """
 
     methods: Mapping[str, Callable[..., Any]]
-    on_view: Callable[[Membership], object] = _nothing
-    on_stop: Callable[[], object] = _nothing
-    before_update: Callable[[TrainingBatch[Any]], object] = _nothing
+    on_view: Callable[[Membership], object] = lambda view: None
+    on_stop: Callable[[], object] = lambda: None
+    before_update: Callable[[TrainingBatch[Any]], object] = lambda batch: None
     after_update: Callable[[], Mapping[str, float]] = dict[str, float]
-    digests: Callable[[Mapping[str, Any]], Mapping[str, str]] = _no_digests
+    digests: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda arrays: {}
 
 
 class PolicyKind(Protocol):
@@ -179,10 +166,6 @@ class PolicyKind(Protocol):
             ConfigError: they differ.
             CheckpointError: the checkpoint holds a policy of another kind.
         """
-        ...
-
-    def hosts(self, config: Any) -> Mapping[str, str]:
-        """By key of the config, the addresses that the run's servers listen on."""
         ...
 
     # --- components ----------------------------------------------------------------------------------------------

@@ -203,19 +203,12 @@ class ClusterSnapshot:
         """The metrics of all."""
         return merge(self.reports.values())
 
-    @property
-    def failed_groups(self) -> int:
-        """Groups whose environment or reward function failed, as far as living workers know."""
-        return sum(facts["groups"]["failed"] for facts in self._of_workers())
-
-    @property
-    def last_failure(self) -> str:
-        """What one of them said."""
-        return next((facts["last_failure"] for facts in self._of_workers() if facts["last_failure"]), "")
-
-    def _of_workers(self) -> list[Mapping[str, Any]]:
+    def failed_groups(self) -> tuple[int, str]:
+        """Groups whose environment or reward function failed, as far as living workers know, and what one said."""
         found = [report.condition.facts for report in self.reports.values() if report.identity.role == "rollout"]
-        return [facts for facts in found if "groups" in facts]
+        workers = [facts for facts in found if "groups" in facts]
+        said = next((facts["last_failure"] for facts in workers if facts["last_failure"]), "")
+        return sum(facts["groups"]["failed"] for facts in workers), said
 
 
 def success_thresholds(config: RunConfig) -> dict[str, float]:

@@ -253,7 +253,7 @@ class Run:
             "ledger": replay.get("ledger", {}),
             "lessons": replay.get("lessons", {}),
             "waiting_for": "; ".join(filter(None, (no_room or self.log.no_room, replay.get("waiting_for", "")))),
-            "bottleneck": self._updates.bottleneck,
+            "bottleneck": self.log.bottleneck_words,
             "rollout_storage": replay.get("rollout_storage", {}),
             "numbers": seen.numbers(),
             "training": self.log.progress.status(),

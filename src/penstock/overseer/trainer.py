@@ -148,7 +148,7 @@ class LearnerComponent(ThreadedComponent[Any]):
     """Runs one learner and its `TrainingLoop`.
 
     Args:
-        around: What its host gives it.
+        ctx: What its host gives it.
         settings: The run, with its config, directory and lineage.
         kind: What it trains.
         shared: What it has by reference, where all components are in one process.

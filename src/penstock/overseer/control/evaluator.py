@@ -257,7 +257,7 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
     """Runs one `FleetEvaluator`: when a version is due, and when the overseer asks.
 
     Args:
-        around: What its host gives it.
+        ctx: What its host gives it.
         settings: The run, with its config, directory and lineage.
         spaces: What the policy sees and does.
         state: Checkpointed; None for a run that begins.

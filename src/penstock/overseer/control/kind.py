@@ -182,11 +182,6 @@ class FleetUpdates:
         self._tasks = tasks
         self._pace = ThroughputTrend()
 
-    @property
-    def bottleneck(self) -> str:
-        """What set the pace lately, in words."""
-        return self._pace.bottleneck.words
-
     def begin_phase(self) -> None:
         """Simulators go on."""
 
@@ -226,30 +221,6 @@ class FleetUpdates:
             return {}
         self._idle.look(look.reports.values())
         return {f"time/idle/{name}": s for name, s in {**self._idle.of_roles, **self._idle.of_components}.items()}
-
-
-def check_resume(config: FleetRunConfig, spaces: Spaces, checkpoint: Path) -> None:
-    """Compares what a run is to go on with and what its checkpoint was trained with.
-
-    Args:
-        config: The run's, with the changes that were asked for.
-        spaces: Of its simulators.
-        checkpoint: Its folder.
-
-    Raises:
-        ConfigError: they do not fit; the message names every field with both values, and the remedy.
-        CheckpointError: the checkpoint holds no control policy.
-    """
-    trained, trained_spaces = read_control_form(checkpoint / "model")
-    if config.model.module and trained.module:
-        trained = trained.moved(config.model.module, config.model.kwargs)
-    ours, theirs = config.model.model_dump(mode="json"), trained.model_dump(mode="json")
-    check_kept(ours, theirs, checkpoint, lambda name: f"model.{name}")
-    if not spaces.same_form(trained_spaces):
-        raise ConfigError(
-            f"fleet.tasks: {checkpoint} holds a policy for other observations or actions than these simulators have "
-            f"({spaces.differences(trained_spaces)}): resume with the tasks that it was trained on"
-        )
 
 
 ACCELERATED = ("learner",)
@@ -300,7 +271,6 @@ class ControlKind:
 
     Args:
         spaces: What the policy sees and does.
-        factories: By role, of components other than the usual ones.
 
     Attributes:
         spaces: As given.
@@ -308,9 +278,8 @@ class ControlKind:
 
     evaluates = True
 
-    def __init__(self, spaces: Spaces, factories: Factories | None = None) -> None:
+    def __init__(self, spaces: Spaces) -> None:
         self.spaces = spaces
-        self._factories = {**FACTORIES, **(factories or {})}
         self._workers: int | None = None  # when they were drained
 
     @classmethod
@@ -347,12 +316,22 @@ class ControlKind:
         return RunStart(loaded.policy, None, loaded)
 
     def check_resume(self, config: FleetRunConfig, checkpoint: Path) -> None:
-        """Network and spaces."""
-        check_resume(config, self.spaces, checkpoint)
+        """Compares what a run is to go on with and what its checkpoint was trained with: network and spaces.
 
-    def hosts(self, config: FleetRunConfig) -> Mapping[str, str]:
-        """The learner's weights."""
-        return {"weights.host": config.weights.host} if config.weights.transport == "arrow_flight" else {}
+        Raises:
+            ConfigError: they do not fit; the message names every field with both values, and the remedy.
+            CheckpointError: the checkpoint holds no control policy.
+        """
+        trained, trained_spaces = read_control_form(checkpoint / "model")
+        if config.model.module and trained.module:
+            trained = trained.moved(config.model.module, config.model.kwargs)
+        ours, theirs = config.model.model_dump(mode="json"), trained.model_dump(mode="json")
+        check_kept(ours, theirs, checkpoint, lambda name: f"model.{name}")
+        if not self.spaces.same_form(trained_spaces):
+            raise ConfigError(
+                f"fleet.tasks: {checkpoint} holds a policy for other observations or actions than these simulators "
+                f"have ({self.spaces.differences(trained_spaces)}): resume with the tasks that it was trained on"
+            )
 
     # --- components ----------------------------------------------------------------------------------------------
 
@@ -381,7 +360,7 @@ class ControlKind:
 
     def _spec(self, settings: Settings[FleetRunConfig], role: str, index: int, **more: Any) -> ComponentSpec:
         more = {"spaces": self.spaces.to_values(), **more}
-        return make_spec(settings, self._factories, role, index, accelerated=ACCELERATED, **more)
+        return make_spec(settings, FACTORIES, role, index, accelerated=ACCELERATED, **more)
 
     # --- the learner ---------------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ class OfflineKind:
 
     def __init__(self, config: RunConfig) -> None:
         language = LanguageKind()
-        self.progress, self.hosts, self.check_resume = language.progress, language.hosts, language.check_resume
+        self.progress, self.check_resume = language.progress, language.check_resume
         self.make_learner, self.update_programs = language.make_learner, language.update_programs
         self.metrics_of = language.metrics_of
         self._language = language
