@@ -7,6 +7,7 @@ meanwhile, and a version is evaluated before anything is generated with it.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, final
 
 import numpy as np
@@ -29,7 +30,7 @@ from penstock.overseer.language.evaluator import Evaluator
 from penstock.overseer.language.external import ExternalEngine
 from penstock.overseer.language.inference import AnyEngine, serve_weights
 from penstock.overseer.language.replay import ReferenceScores, arrived_examples, problem_rules
-from penstock.overseer.language.rollout import engine_config, located, make_pool
+from penstock.overseer.language.rollout import engine_config, located, make_pool, tell_samples
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.results import write_stats
 from penstock.overseer.run import step_of
@@ -46,12 +47,10 @@ from penstock.replay import (
     open_rollout_storage,
 )
 from penstock.rollout import RolloutManager, RolloutWorker
-from penstock.tracking import conversation_of
 from penstock.types import (
     Completion,
     InferenceContext,
     RLExample,
-    RolloutBatch,
     RolloutGroup,
     Stopped,
     SupersededVersionError,
@@ -272,7 +271,7 @@ class LocalRollout(ThreadedComponent):
             concurrency=config.concurrency,
             lockstep=config.replay.synchronous,
             evaluate=evaluator,
-            log_samples=self._log_samples,
+            log_samples=partial(tell_samples, ctx, config),
             on_failure=lambda ticket, reason: ctx.event("group_failed", ticket=ticket.ticket_id, reason=reason),
             on_environment=replay.add_environment,
         )
@@ -305,10 +304,6 @@ class LocalRollout(ThreadedComponent):
     def stop(self, timeout_s: float) -> None:
         self.finish()
         super().stop(timeout_s)
-
-    def _log_samples(self, batch: RolloutBatch) -> None:
-        chosen = list(batch.rollouts())[: self.config.tracking.samples_per_log]
-        self.ctx.samples(0, [conversation_of(rollout) for rollout in chosen])
 
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         worker = self._worker

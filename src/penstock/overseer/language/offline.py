@@ -7,7 +7,7 @@ Not covered: runs in many processes; there is one component that computes.
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 from typing_extensions import override
 
@@ -140,15 +140,10 @@ class OfflineKind:
         """Scores of a reference; with no engine there is no parity to check."""
 
         def reference_logprobs(examples: list[RLExample]) -> Any:
-            return learner().reference_logprobs(examples)
+            return cast(Learner, component.learner).reference_logprobs(examples)
 
         def before_update(batch: TrainingBatch[RLExample]) -> None:
-            learner().coming = component.coming_batch
-
-        def learner() -> Learner:
-            found = component.learner
-            assert isinstance(found, Learner)  # it was made by `make_learner`
-            return found
+            cast(Learner, component.learner).coming = component.coming_batch
 
         return LearnerTasks({"reference_logprobs": reference_logprobs}, before_update=before_update)
 
