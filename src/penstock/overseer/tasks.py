@@ -344,13 +344,15 @@ class SupervisedTasks:
         self._launcher = launcher
         self._log = log
         self._run: Run | None = None
-        self.supervisor = Supervisor(launcher, self._config, self)
+        self.supervisor = supervisor = Supervisor(launcher, self._config, self)
+        self.names, self.scale, self.drain = supervisor.names, supervisor.scale, supervisor.drain
+        self.metrics = supervisor.metrics
         self._lost: list[str] = []
         self._notices: list[str] = []
         self._deaths, self._newest_step = RunRestartBudget(self._config.max_restarts), 0
         self.seen, self._look_due = ClusterSnapshot(), 0.0
         self._scale_requests = ScaleRequests(
-            settings.directory.path, partial(self.supervisor.scale, where_there_is_room=True)
+            settings.directory.path, partial(supervisor.scale, where_there_is_room=True)
         )
         self._numbers = itertools.count(1)
 
@@ -507,10 +509,6 @@ class SupervisedTasks:
                     self._newest_step = message.step
                     self._deaths.forget()
 
-    def metrics(self) -> dict[str, float]:
-        """``overseer/…`` numbers."""
-        return self.supervisor.metrics()
-
     # --- what phases ask -------------------------------------------------------------------------------------------
 
     @property
@@ -518,21 +516,9 @@ class SupervisedTasks:
         """Who lives."""
         return self.supervisor.view
 
-    def names(self, role: str) -> list[str]:
-        """The components of a role that are there and not leaving, whether they live at present or not."""
-        return self.supervisor.names(role)
-
     def any_left(self, role: str) -> bool:
         """Whether one has a process, or is to have one again."""
         return any(name.startswith(f"{role}-") for name in self.supervisor.describe())
-
-    def scale(self, role: str, count: int) -> None:
-        """As many as find room."""
-        self.supervisor.scale(role, count)
-
-    def drain(self, name: str, reason: str) -> None:
-        """Lets it finish what it began, within ``overseer.no_progress_s``."""
-        self.supervisor.drain(name, reason)
 
     def running(self, name: str) -> Generator[None, None, Identity]:
         """Waits until the living incarnation of a component runs."""
