@@ -157,6 +157,9 @@ class LearnerComponent(ThreadedComponent[Any]):
     Attributes:
         shared: As given.
         batch: Of the update that is being made; None between two.
+        coming_batch: Gives the batch of a later update, by its step; None where it is not known.
+        wait_until_saved: Returns when every checkpoint is on the disk; raises what one failed with.
+        expect_evaluation: Given the version of an evaluation that begins, by which the best checkpoint is chosen.
     """
 
     def __init__(
@@ -192,6 +195,8 @@ class LearnerComponent(ThreadedComponent[Any]):
             lambda name, target: self.crew.start(name, target),  # another crew, once the run has it
             self.stopping,
         )
+        self.coming_batch = self._batches.peek
+        self.wait_until_saved, self.expect_evaluation = self._writer.wait, self._writer.best.expect
         self._results: dict[str, Any] = {}
         self._evaluator_state: dict[str, Any] = {}
         self.batch: TrainingBatch[Any] | None = None
@@ -420,10 +425,6 @@ class LearnerComponent(ThreadedComponent[Any]):
         """
         return self._more.after_update()
 
-    def coming_batch(self, step: int) -> TrainingBatch[Any] | None:
-        """The batch of a later update, where it is known."""
-        return self._batches.peek(step)
-
     # --- checkpoints and reports -----------------------------------------------------------------------------------
 
     def checkpoint_due(self, step: int) -> bool:
@@ -442,14 +443,6 @@ class LearnerComponent(ThreadedComponent[Any]):
             self._writer.write(step, self.learner, self._codec, states)
         else:
             self._writer.write_beside(step, self.learner.snapshot(), self._codec, states)
-
-    def wait_until_saved(self) -> None:
-        """Returns when every checkpoint is on the disk; raises what one failed with."""
-        self._writer.wait()
-
-    def expect_evaluation(self, step: int) -> None:
-        """An evaluation of that version begins, by which the best checkpoint is chosen."""
-        self._writer.best.expect(step)
 
     def note_evaluation(self, step: int, value: float | None) -> None:
         """It is over, and gave this value of ``overseer.keep_best``, or none."""
