@@ -120,7 +120,7 @@ def wired(config: RunConfig, path: Path, clock_folder: Path) -> Iterator[Run]:
         tasks = SupervisedTasks(kind, settings, None, launcher, log)
         conductor = TrainingRun(kind, tasks, log)
         view = TerminalView(progress, quiet=True)
-        overseer = Overseer(conductor, crew, directory, log, view, config.overseer)
+        overseer = Overseer(conductor, crew, view)
         try:
             yield Run(directory, config, conductor, tasks.supervisor, progress, overseer.run)
         finally:

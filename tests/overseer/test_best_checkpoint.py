@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from penstock.overseer import train
-from penstock.overseer.results import BestNews
+from penstock.overseer.results import EvaluationLog
 from penstock.rundir import read_events, read_metrics
 from penstock.types import ConfigError
 from tests.overseer.conftest import tiny
+from tests.overseer.lonely import Lonely
 from tests.overseer.test_fleet_training import tiny as tiny_control
 
 
@@ -26,28 +27,34 @@ def test_the_last_version_alone_is_no_choice():
         tiny({**changes, "overseer": {"keep_best": "eval/cats/reward_mean"}})
 
 
-class Told:
+class Told(Lonely):
+    """A component's surroundings, and the learner that it calls."""
+
     def __init__(self) -> None:
+        super().__init__("evaluator")
         self.calls: list[Any] = []
+        self.logged: list[tuple[int, int]] = []
 
     def call(self, method: str, *args: Any, timeout_s: float) -> None:
         self.calls.append((method, *args))
 
+    def metrics(self, step: int, values: Any) -> None:
+        self.logged.append((step, len(self.calls)))
+
 
 def test_the_learner_hears_of_an_evaluation_before_its_numbers_are_logged():
-    told, logged = Told(), []
-    news = BestNews(told, "eval/cats/reward_mean")
-    log = news.logged_by(lambda step, values: logged.append((step, len(told.calls))))
-    news.begun(4)
-    log(4, {"eval/cats/reward_mean": 0.5})
-    log(6, {"micro_eval/cats/reward_mean": 0.9})
-    log(8, {"eval/dogs/reward_mean": 0.9})  # its lesson failed
+    told = Told()
+    log = EvaluationLog(told, "eval/cats/reward_mean")
+    log.begin(4)
+    log.metrics(4, {"eval/cats/reward_mean": 0.5})
+    log.metrics(6, {"micro_eval/cats/reward_mean": 0.9})
+    log.metrics(8, {"eval/dogs/reward_mean": 0.9})  # its lesson failed
     assert told.calls == [("expect_evaluation", 4), ("note_evaluation", 4, 0.5), ("note_evaluation", 8, None)]
-    assert logged == [(4, 2), (6, 2), (8, 3)]
+    assert told.logged == [(4, 2), (6, 2), (8, 3)]
     silent = Told()
-    BestNews(silent, None).begun(4)
-    BestNews(silent, None).logged_by(lambda *_: None)(4, {"eval/cats/reward_mean": 0.5})
-    assert silent.calls == []
+    EvaluationLog(silent, None).begin(4)
+    EvaluationLog(silent, None).metrics(4, {"eval/cats/reward_mean": 0.5})
+    assert silent.calls == [] and silent.logged == [(4, 0)]
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from penstock.overseer.estimate import (
     estimate_memory,
     gradient_temporaries,
     kv_cache_bytes,
+    memory_lines,
     moving_bytes,
     optimizer_state_bytes,
     prefill_temporaries,
@@ -94,8 +95,8 @@ def test_what_is_frozen_has_no_gradient_and_no_state():
     learner = LearnerConfig(row_length=10, optimizer={"frozen": ["layers.*"]})
     estimate = estimate_memory(HALF, EngineConfig(max_slots=5, max_seq_len=7), learner)
     trained = 100 * 16 + 16  # the embedding and the last norm
-    assert (estimate.gradients_bytes, estimate.optimizer_bytes) == (trained * 6, trained * 12)
-    assert estimate.parameters_bytes == 2 * HALF.parameter_count * 2
+    assert (estimate["gradients"], estimate["optimiser state"]) == (trained * 6, trained * 12)
+    assert estimate["parameters of the learner"] == 2 * HALF.parameter_count * 2
 
 
 def test_the_state_of_each_optimiser_by_hand():
@@ -116,19 +117,19 @@ def test_the_state_of_each_optimiser_by_hand():
 def test_a_run_counts_two_versions_on_either_side_and_a_master_in_float32(model, width, state):
     count = model.parameter_count
     estimate = estimate_memory(model, EngineConfig(max_slots=5, max_seq_len=7), LearnerConfig(row_length=10))
-    assert estimate.parameters_bytes == estimate.engine_bytes == 2 * count * width
-    assert estimate.gradients_bytes == count * (4 + width) and estimate.optimizer_bytes == count * state
-    assert estimate.kv_cache_bytes == 2 * kv_cache_bytes(model, 5, 7)
+    assert estimate["parameters of the learner"] == estimate["parameters of the engine"] == 2 * count * width
+    assert estimate["gradients"] == count * (4 + width) and estimate["optimiser state"] == count * state
+    assert estimate["KV cache"] == 2 * kv_cache_bytes(model, 5, 7)
     copies = 4 * count + 8 * 100 * 16 + 4 * 100 * 16 + 2 * kv_cache_bytes(model, 5, 7)
-    assert estimate.copies_bytes == (0 if width == 4 else copies)
-    names = estimate.__dataclass_fields__
-    assert estimate.total_bytes == sum(getattr(estimate, name) for name in names)
+    assert estimate["float32 copies on a CPU"] == (0 if width == 4 else copies)
+    *parts, total = memory_lines(estimate)
+    assert len(parts) == len(estimate) and total.split() == ["total", *bytes_text(sum(estimate.values())).split()]
 
 
 def test_an_offloaded_state_takes_nothing_on_the_device_and_a_step_what_is_new():
     learner = LearnerConfig(optimizer={"offload": True})
     estimate = estimate_memory(HALF, EngineConfig(), learner, on_cpu=False)
-    assert estimate.optimizer_bytes == 0 and step_temporaries(HALF, learner) == 2 * HALF.parameter_count
+    assert estimate["optimiser state"] == 0 and step_temporaries(HALF, learner) == 2 * HALF.parameter_count
 
 
 @pytest.mark.parametrize(("model", "width", "state"), [(MODEL, 4, 8), (HALF, 2, 12)])
@@ -136,14 +137,13 @@ def test_a_checkpoint_that_is_written_beside_the_training_takes_what_it_holds_on
     learner = LearnerConfig(kl={"reference": "initial", "coefficient": 0.1})
     without = estimate_memory(model, EngineConfig(), learner)
     beside = estimate_memory(model, EngineConfig(), learner, snapshots=True)
-    assert without.snapshot_bytes == 0 and beside.snapshot_bytes == model.parameter_count * (2 * width + state)
-    assert beside.total_bytes == without.total_bytes + beside.snapshot_bytes
+    assert beside == without | {"a checkpoint being written": model.parameter_count * (2 * width + state)}
 
 
 @pytest.mark.parametrize(("devices", "sets"), [(1, 2), (2, 3), (None, 3)])
 def test_an_engine_over_several_devices_has_parameters_of_its_own(devices, sets):
     estimate = estimate_memory(MODEL, EngineConfig(model_parallel=devices), LearnerConfig())
-    assert estimate.engine_bytes == sets * MODEL.parameter_count * 4
+    assert estimate["parameters of the engine"] == sets * MODEL.parameter_count * 4
 
 
 QWEN_HALF_BILLION = (896, 4864, 24, 14, 151936, True)
@@ -216,7 +216,7 @@ def test_the_gradient_takes_what_the_compiler_allots(shapes, remat, attention):
     batch = step.empty_micro_batch(RowShape(sizes["row_length"], sizes["rows"]))
     allotted = peak_bytes(run.lower(decoder, jax.eval_shape(step.zeros, decoder), batch))
     estimate = estimate_memory(model, EngineConfig(), learner)
-    held = estimate.parameters_bytes // 2 + 4 * model.parameter_count
+    held = estimate["parameters of the learner"] // 2 + 4 * model.parameter_count
     assert held + sum(gradient_temporaries(model, learner).values()) == pytest.approx(allotted, rel=CLOSE)
 
 
@@ -241,9 +241,9 @@ def test_a_run_with_an_adapter_has_its_base_once():
     learner = LearnerConfig(kl={"coefficient": 0.1, "reference": "initial"})
     found = estimate_memory(model, EngineConfig(), learner)
     assert trained_count(model, learner) == adapter
-    assert found.parameters_bytes == 2 * HALF.parameter_count + 2 * 2 * adapter
-    assert found.engine_bytes == 2 * 2 * adapter and found.reference_bytes == 2 * adapter
-    assert (found.gradients_bytes, found.optimizer_bytes) == (6 * adapter, 12 * adapter)
+    assert found["parameters of the learner"] == 2 * HALF.parameter_count + 2 * 2 * adapter
+    assert found["parameters of the engine"] == 2 * 2 * adapter and found["parameters of the reference"] == 2 * adapter
+    assert (found["gradients"], found["optimiser state"]) == (6 * adapter, 12 * adapter)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
@@ -270,20 +270,20 @@ def test_prefill_and_decoding_take_what_the_compiler_allots(shapes):
     estimate = estimate_memory(
         model, EngineConfig(max_slots=sizes["slots"], max_seq_len=sizes["window"]), LearnerConfig()
     )
-    held = estimate.engine_bytes // 2 + estimate.kv_cache_bytes // 2
+    held = estimate["parameters of the engine"] // 2 + estimate["KV cache"] // 2
     scores = 6 * 4 * model.vocab_size * sizes["slots"]
-    copies = estimate.copies_bytes - gradient_temporaries(model, LearnerConfig())["copies"]
+    copies = estimate["float32 copies on a CPU"] - gradient_temporaries(model, LearnerConfig())["copies"]
     assert held + max(scores, copies) == pytest.approx(decoding, rel=CLOSE)
     rows, length = sizes["prompts"]
     kernel = attention_kernel("auto", "cpu", length, model.dtype, model.head_dim)
     prompts = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     prefilling = peak_bytes(run.prefill.lower(weights, prompts, kernel=kernel))
-    held = estimate.engine_bytes // 2 + kv_cache_bytes(model, rows, length)
+    held = estimate["parameters of the engine"] // 2 + kv_cache_bytes(model, rows, length)
     close = CLOSE if model.dtype == "float32" else 0.2
     assert held + prefill_temporaries(model, rows, length) == pytest.approx(prefilling, rel=close)
     chunk, zero = jax.ShapeDtypeStruct((128,), jnp.int32), jnp.int32(0)
     extending = peak_bytes(run.extend.lower(weights, cache, chunk, zero, zero))
-    held = estimate.engine_bytes // 2 + estimate.kv_cache_bytes // 2
+    held = estimate["parameters of the engine"] // 2 + estimate["KV cache"] // 2
     of_head = 4 * model.vocab_size * model.hidden_size  # of one position it is read as it is
     chunk_bytes = max(chunk_temporaries(model, 128, sizes["window"]), copies - of_head)
     assert held + chunk_bytes == pytest.approx(extending, rel=close)
@@ -294,7 +294,7 @@ def test_long_prompts_take_a_chunk_of_memory_where_they_go_by_chunks():
 
     def prefilled(on_cpu, **fields):
         engine = EngineConfig(max_seq_len=4096, prefill_chunk=128, **fields)
-        found = estimate_memory(model, engine, LearnerConfig(), on_cpu).attention_bytes
+        found = estimate_memory(model, engine, LearnerConfig(), on_cpu)["attention"]
         return found - gradient_temporaries(model, LearnerConfig(), on_cpu)["attention"]
 
     whole = prefill_temporaries(model, 1, 4094)

@@ -9,7 +9,7 @@ import pytest
 from penstock import train
 from penstock.overseer import RunConfig
 from penstock.overseer.kind import check_kept
-from penstock.overseer.language.kind import check_language_resume
+from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.progress import Progress
 from penstock.overseer.training import create_run, open_log
 from penstock.types import CheckpointError, ConfigError
@@ -34,14 +34,14 @@ def contents(run_dir: Path) -> dict[str, bytes]:
 
 
 def test_the_recorded_model_and_whatever_else_is_changed_may_go_on(checkpoint: Path):
-    check_language_resume(tiny(), checkpoint)
-    check_language_resume(tiny({"steps": 9, "seed": 4, "inference": {"max_slots": 3}}), checkpoint)
+    LanguageKind().check_resume(tiny(), checkpoint)
+    LanguageKind().check_resume(tiny({"steps": 9, "seed": 4, "inference": {"max_slots": 3}}), checkpoint)
 
 
 def test_every_other_value_is_named_with_both_values_and_the_remedy(checkpoint: Path):
     other = tiny({"model": {"init": {"hidden_size": 32, "num_hidden_layers": 2}, "dtype": "bfloat16"}})
     with pytest.raises(ConfigError) as refused:
-        check_language_resume(other, checkpoint)
+        LanguageKind().check_resume(other, checkpoint)
     assert str(refused.value) == (
         "model.init.hidden_size is 32, model.init.num_hidden_layers is 2, model.init.head_dim is 16, model.dtype is "
         f'"bfloat16", but {checkpoint} was trained with model.init.hidden_size=16 model.init.num_hidden_layers=1 '
@@ -52,11 +52,11 @@ def test_every_other_value_is_named_with_both_values_and_the_remedy(checkpoint: 
 
 def test_a_directory_is_compared_where_it_is_still_there(checkpoint: Path, tmp_path: Path):
     there = {"model": {"init": None, "path": str(checkpoint / "model")}}
-    check_language_resume(tiny(there), checkpoint)
+    LanguageKind().check_resume(tiny(there), checkpoint)
     content = json.loads((checkpoint / "model" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 3}))
     with pytest.raises(ConfigError) as refused:
-        check_language_resume(tiny({"model": {"init": None, "path": str(tmp_path)}}), checkpoint)
+        LanguageKind().check_resume(tiny({"model": {"init": None, "path": str(tmp_path)}}), checkpoint)
     assert str(refused.value) == (
         f"{tmp_path}: num_hidden_layers is 3, but {checkpoint} was trained with {tmp_path}: num_hidden_layers=1: a "
         "resumed run keeps its model; leave model.path as it was, or begin a new run"
@@ -66,7 +66,7 @@ def test_a_directory_is_compared_where_it_is_still_there(checkpoint: Path, tmp_p
 def test_a_key_s_value_is_the_remedy_beside_a_directory_too(checkpoint: Path):
     path = str(checkpoint / "model")
     with pytest.raises(ConfigError) as refused:
-        check_language_resume(tiny({"model": {"init": None, "path": path, "lora": {"rank": 2}}}), checkpoint)
+        LanguageKind().check_resume(tiny({"model": {"init": None, "path": path, "lora": {"rank": 2}}}), checkpoint)
     assert str(refused.value).endswith(
         f"but {checkpoint} was trained with model.lora=null: a resumed run keeps its model; give these values, or "
         "begin a new run"
@@ -74,8 +74,8 @@ def test_a_key_s_value_is_the_remedy_beside_a_directory_too(checkpoint: Path):
 
 
 def test_what_the_model_was_made_of_may_have_gone(checkpoint: Path, tmp_path: Path):
-    check_language_resume(tiny({"model": {"init": None, "path": str(tmp_path / "gone")}}), checkpoint)
-    check_language_resume(tiny({"model": {"tokenizer": str(tmp_path / "gone")}}), checkpoint)
+    LanguageKind().check_resume(tiny({"model": {"init": None, "path": str(tmp_path / "gone")}}), checkpoint)
+    LanguageKind().check_resume(tiny({"model": {"tokenizer": str(tmp_path / "gone")}}), checkpoint)
 
 
 @pytest.mark.parametrize("key", ["path", "initial_checkpoint"])
@@ -101,16 +101,16 @@ def test_a_resume_records_no_other_directory_that_is_not_there(key: str, tmp_pat
 def test_what_the_keys_say_is_compared_without_the_directory_too(checkpoint: Path, tmp_path: Path, keys, message):
     gone = {"init": None, "path": str(tmp_path / "gone")}
     with pytest.raises(ConfigError, match=f"^{message}a resumed run keeps its model; give these values, or begin"):
-        check_language_resume(tiny({"model": gone | keys}), checkpoint)
+        LanguageKind().check_resume(tiny({"model": gone | keys}), checkpoint)
 
 
 def test_another_tokenizer_is_refused(checkpoint: Path, tmp_path: Path):
     shutil.copytree(checkpoint / "model", tmp_path / "same")
-    check_language_resume(tiny({"model": {"tokenizer": str(tmp_path / "same")}}), checkpoint)
+    LanguageKind().check_resume(tiny({"model": {"tokenizer": str(tmp_path / "same")}}), checkpoint)
     content = (tmp_path / "same" / "tokenizer.json").read_text()
     (tmp_path / "same" / "tokenizer.json").write_text(content + " ")
     with pytest.raises(ConfigError, match=r"^the tokenizer in .*same is another than that of .*step-1: .* leave model"):
-        check_language_resume(tiny({"model": {"tokenizer": str(tmp_path / "same")}}), checkpoint)
+        LanguageKind().check_resume(tiny({"model": {"tokenizer": str(tmp_path / "same")}}), checkpoint)
 
 
 @pytest.mark.parametrize("runtime", ["local", "ray"])
@@ -145,7 +145,7 @@ def test_a_checkpoint_of_no_language_model_is_named(tmp_path: Path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is not the config of a language model"):
-        check_language_resume(tiny(), tmp_path)
+        LanguageKind().check_resume(tiny(), tmp_path)
 
 
 def test_lists_are_given_as_words_of_the_command_line():
@@ -167,7 +167,7 @@ def test_an_adapter_s_run_goes_on_where_its_base_has_moved(trained: Path, tmp_pa
     checkpoint = run_dir / "checkpoints" / "step-1"
     with pytest.raises(CheckpointError, match=r"is an adapter of .*base, where no config.json lies"):
         train(run_dir=run_dir, resume=True, quiet=True, steps=2)
-    check_language_resume(beside("moved"), checkpoint)
+    LanguageKind().check_resume(beside("moved"), checkpoint)
     summary = train(run_dir=run_dir, resume=True, quiet=True, steps=2, model={"path": str(tmp_path / "moved")})
     assert summary.step == 2
     saved = json.loads((run_dir / "checkpoints" / "step-2" / "model" / "adapter_config.json").read_text())

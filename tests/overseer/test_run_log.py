@@ -102,10 +102,10 @@ def test_compilation_is_shown_until_the_last_program(tmp_path):
 def test_failures_of_simulators_are_counted_and_those_of_nurseries_told_once(tmp_path):
     log = _log(tmp_path / "run")
     for worker in ("fleet-0", "fleet-1"):
-        log.simulators_event("nursery_ready", {"worker": worker, "troubles": {"own.py:make": "it starts a thread"}})
+        log.event("nursery_ready", worker=worker, troubles={"own.py:make": "it starts a thread"})
     assert log.progress.noted == 1 and log.failures == 0
-    log.simulators_event("simulator_failed", {"task": "own", "reason": "it was ended by SIGSEGV"})
-    log.simulators_event("simulator_fault", {"task": "own", "steps": 3, "reason": "its reward is nan"})
+    log.event("simulator_failed", task="own", reason="it was ended by SIGSEGV")
+    log.event("simulator_fault", task="own", steps=3, reason="its reward is nan")
     log.close()
     assert log.failures == 4 and log.last_failure == "a simulator failed (task own): its reward is nan"
     assert log.progress.noted == 3

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,8 +44,10 @@ class FakeRun:
     training_s, stop_limit_s, lineage, step, failed_groups, last_failure = 0.0, 5.0, 0, 0, 0, ""
     lessons: dict[str, str] = {}
 
-    def __init__(self, work) -> None:
-        self.work = work
+    def __init__(self, work, directory: RunDirectory, log: RunLog) -> None:
+        self.work, self.log = work, log
+        self.config = SimpleNamespace(overseer=OverseerConfig(status_s=0.1))
+        self.tasks = SimpleNamespace(settings=SimpleNamespace(directory=directory))
         self.stops = 0
         self.over = threading.Event()
         self.finished = False
@@ -78,12 +81,11 @@ class FakeRun:
 
 def oversee(run_dir: Path, work) -> FakeRun:
     config = tiny()
-    directory, run = RunDirectory.create(run_dir, config.dump()), FakeRun(work)
-    progress = Progress("test", 3, 1)
+    directory, progress = RunDirectory.create(run_dir, config.dump()), Progress("test", 3, 1)
     log = RunLog(directory, config, progress)
+    run = FakeRun(work, directory, log)
     try:
-        view = TerminalView(progress, quiet=True)
-        Overseer(run, ThreadGroup(), directory, log, view, OverseerConfig(status_s=0.1)).run()
+        Overseer(run, ThreadGroup(), TerminalView(progress, quiet=True)).run()
     finally:
         log.close()
     return run

@@ -39,6 +39,9 @@ class Step:
     def snapshot(self) -> "Step":
         return self
 
+    def named_arrays(self) -> dict[str, np.ndarray]:
+        return weights(self.step)
+
 
 class Replay(Lonely):
     """Replay alone is there, from some moment on, and hears of digests."""
@@ -68,9 +71,13 @@ def role(tmp_path):
 
 def begin(role: LearnerComponent) -> None:
     role._learner = Step()  # pyright: ignore[reportAttributeAccessIssue]
-    role._published = WeightVersion(0, 0), weights(0)
     with role._publishing:
         role._open_broadcaster()
+
+
+def publish(role: LearnerComponent, step: int) -> None:
+    role.learner.step = step  # pyright: ignore[reportAttributeAccessIssue]
+    role.publish()
 
 
 def endpoint(role: LearnerComponent) -> dict[str, Any]:
@@ -144,7 +151,7 @@ def test_what_does_not_fit_is_refused_while_the_learner_starts_and_a_fault_later
 
 def test_a_restarted_broadcaster_offers_the_same_version_and_weights_under_another_incarnation(role):
     begin(role)
-    role.publish(WeightVersion(0, 5), weights(5))
+    publish(role, 5)
     before = endpoint(role)
     role.restart_broadcaster()
     assert endpoint(role)["incarnation"] != before["incarnation"]
@@ -166,7 +173,7 @@ def test_versions_are_published_while_the_broadcaster_is_restarted_again_and_aga
     restarting = threading.Thread(target=restart)
     restarting.start()
     for step in range(1, 60):
-        role.publish(WeightVersion(0, step), weights(step))
+        publish(role, step)
     ended.set()
     restarting.join(LIMIT_S)
     assert len(set(restarted)) == len(restarted) > 0
@@ -180,13 +187,13 @@ def test_replay_hears_what_a_version_is_before_anybody_can_fetch_it(role, monkey
     assert replay.heard == [] and role._broadcaster.latest() == WeightVersion(0, 0)
     replay.there = True
     order = []
-    publish = type(role._broadcaster).publish
+    offer = type(role._broadcaster).publish
     monkeypatch.setattr(
         type(role._broadcaster), "publish",
-        lambda self, version, arrays: (order.append((version.step, len(replay.heard))), publish(self, version, arrays)),
+        lambda self, version, arrays: (order.append((version.step, len(replay.heard))), offer(self, version, arrays)),
     )  # fmt: skip
-    role.publish(WeightVersion(0, 0), weights(0))  # told again before it trains, and not published again
-    role.publish(WeightVersion(0, 1), weights(1))
+    publish(role, 0)  # told again before it trains, and not published again
+    publish(role, 1)
     assert replay.heard == [(0, step, digests_of(weights(step))) for step in (0, 1)] and order == [(1, 2)]
     role.restart_broadcaster()
     assert replay.heard[2:] == [(0, 1, digests_of(weights(1)))]

@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 
 from penstock.dashboard import read_run_status
+from penstock.learner import Learner
 from penstock.overseer import RunConfig, print_summary, train
 from penstock.overseer.config_loading import build_config
 from penstock.overseer.rerun.replay import replay_updates
@@ -199,15 +200,13 @@ def test_parity_is_probed_before_the_first_evaluation_and_again_after_a_warm_sta
 def test_a_perturbed_weight_on_one_side_stops_the_run_at_the_next_step(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ):
-    import penstock.overseer.language.kind as kind
+    original = Learner.named_arrays
 
-    original = kind.named_arrays
-
-    def perturbed(decoder):
-        arrays = original(decoder)
+    def perturbed(learner: Learner):
+        arrays = original(learner)
         return {**arrays, "final_norm": arrays["final_norm"].at[0].add(0.5)}
 
-    monkeypatch.setattr(kind, "named_arrays", perturbed)
+    monkeypatch.setattr(Learner, "named_arrays", perturbed)
     with pytest.raises(MismatchError, match=r"version \d+: inference-0 and the learner disagree"):
         train(tiny({"async": asynchronous}), run_dir, quiet=True)
 

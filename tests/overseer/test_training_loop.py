@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.overseer.training_loop import TrainingLoop
-from penstock.types import NoProgressError, RunFailed, Stopped, TrainingBatch, WeightVersion
+from penstock.types import NoProgressError, RunFailed, Stopped, TrainingBatch
 
 
 class Fakes:
@@ -39,11 +39,8 @@ class Fakes:
     def set_current_step(self, step: int) -> None:
         self.seen.append(f"current {step}")
 
-    def arrays(self) -> dict:
-        return {}
-
-    def publish(self, version, arrays) -> None:
-        self.seen.append(f"publish {version.step}")
+    def publish(self) -> None:
+        self.seen.append(f"publish {self.step}")
 
     def on_step(self, step: int, metrics) -> None:
         self.seen.append(f"metrics {step}")
@@ -60,7 +57,7 @@ class Fakes:
 
 def loop_of(fakes: Fakes, steps: int = 2, checkpoint_every: int = 1, publish_first: bool = False) -> TrainingLoop:
     fakes.checkpoint_every = checkpoint_every
-    return TrainingLoop(fakes, fakes, fakes, fakes, WeightVersion(0, steps), publish_first)
+    return TrainingLoop(fakes, fakes, fakes, fakes, steps, publish_first)
 
 
 def test_when_no_batch_can_come_the_last_version_is_kept():

@@ -17,7 +17,7 @@ import typer
 
 from penstock.cli import machine, policies, runs
 from penstock.text.lasting_output import lasting_output
-from penstock.text.safe_text import printable
+from penstock.text.safe_text import printable, shortened
 from penstock.types import CheckpointError, ConfigError, PenstockError, SchemaVersionError, Stopped, UnreachableError
 
 __all__ = ["main"]
@@ -138,5 +138,4 @@ def _explained(error: Exception) -> tuple[str, int]:
 
 def _one_line(text: str) -> str:
     """A message in one line that cannot act on the terminal: it may quote what a run, or its policy, wrote."""
-    line = printable(" ".join(text.split()))
-    return line if len(line) <= _LONGEST_MESSAGE else line[: _LONGEST_MESSAGE - 1] + "…"
+    return shortened(" ".join(text.split()), _LONGEST_MESSAGE)

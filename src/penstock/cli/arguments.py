@@ -22,6 +22,10 @@ Overrides = Annotated[
 Checkpoint = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT", help="A run's checkpoints/step-<n>, or a Hugging Face directory.")
 ]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")]
+UpdateStep = Annotated[int, typer.Option(help="The update that led to this version, as in metrics.jsonl.")]
+TlsCert = Annotated[Path | None, typer.Option(help="Certificate chain in PEM, to speak HTTPS.")]
+TlsKey = Annotated[Path | None, typer.Option(help="Its unencrypted key in PEM.")]
 Trust = Annotated[
     bool, typer.Option("--trust", help="Believe what a run directory says that others than you may have written.")
 ]

@@ -165,8 +165,6 @@ def fit(
 
 
 def _words(given: str | None, option: str) -> list[str]:
-    from penstock.types import ConfigError
-
     words = [word.strip() for word in (given or "").split(",") if word.strip()]
     if given is not None and not words:
         raise ConfigError(f"{option} is empty: leave it out for what the recipe says")

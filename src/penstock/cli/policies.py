@@ -13,6 +13,8 @@ import typer
 from penstock.cli.arguments import (
     Checkpoint,
     Overrides,
+    TlsCert,
+    TlsKey,
     Trust,
     busy,
     only,
@@ -238,8 +240,8 @@ def serve(
     token_file: Annotated[
         Path | None, typer.Option(help="File with the token that clients must send; or set PENSTOCK_TOKEN.")
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain in PEM, to speak HTTPS.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its unencrypted key in PEM.")] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     name: Annotated[str | None, typer.Option(help="The model's name in the API.")] = None,
 ) -> int:
     """Serve a checkpoint by an OpenAI-compatible API.

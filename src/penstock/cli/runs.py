@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.arguments import Trust, busy, print_report, read_token, recorded_config, text_console
+from penstock.cli.arguments import (
+    RunDir,
+    TlsCert,
+    TlsKey,
+    Trust,
+    UpdateStep,
+    busy,
+    print_report,
+    read_token,
+    recorded_config,
+    text_console,
+)
 from penstock.types import ConfigError
 
 commands = typer.Typer()
@@ -24,7 +35,7 @@ Example: penstock rollouts runs/cats-1 --step 40
          penstock rollouts runs/cartpole-1 --sql "select task, avg(episode_reward) from fragments group by 1\"""",
 )
 def rollouts(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")],
+    run_dir: RunDir,
     step: Annotated[int | None, typer.Option(help="Groups that this update trained, or that ended at it.")] = None,
     lesson: Annotated[str | None, typer.Option(help="Groups of this lesson.")] = None,
     evaluations: Annotated[
@@ -79,8 +90,8 @@ def dashboard(
     token_file: Annotated[
         Path | None, typer.Option(help="File with the token that a browser must show; or set PENSTOCK_TOKEN.")
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain in PEM, to speak HTTPS.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its unencrypted key in PEM.")] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     bundle: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Write a folder that opens without a server, and serve nothing.")
     ] = None,
@@ -145,7 +156,7 @@ def plot(
 
 @commands.command(short_help="Show what runs, lags and waits.", epilog="Example: penstock status runs/cats-1")
 def status(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")],
+    run_dir: RunDir,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Show what runs, lags and waits in a run: components, weights, throughput, rollouts, the bottleneck."""
@@ -192,8 +203,8 @@ Example: penstock replay runs/cats-1 --step 40
          penstock replay runs/cats-1 --step 40 --drop cats-0-117/3""",
 )
 def replay(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")],
-    step: Annotated[int, typer.Option(help="The update that led to this version, as in metrics.jsonl.")],
+    run_dir: RunDir,
+    step: UpdateStep,
     until: Annotated[int | None, typer.Option(help="And those after it, up to this one.")] = None,
     changes: Annotated[
         list[str] | None,
@@ -230,8 +241,8 @@ Example: penstock why runs/cats-1 --step 40
          penstock why runs/cats-1 --step 40 --json""",
 )
 def why(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")],
-    step: Annotated[int, typer.Option(help="The update that led to this version, as in metrics.jsonl.")],
+    run_dir: RunDir,
+    step: UpdateStep,
     json: Annotated[bool, typer.Option("--json", help="Print every rollout of it, as JSON.")] = False,
     trust: Trust = False,
 ) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from penstock.batch import BatchMaker, make_batch_maker
 from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig
+from penstock.overseer.launch.launcher import ComponentContext
 from penstock.replay import (
     Ledger,
     OpenAdmission,
@@ -135,6 +136,7 @@ class LocalBatches:
 
 
 def open_replay(
+    ctx: ComponentContext,
     settings: Settings[Any],
     limits: ReplayBufferConfig,
     experience: ExperienceFormat,
@@ -143,12 +145,12 @@ def open_replay(
     tickets: TicketRules | None = None,
     clock: Clock = time.time,
     on_group: Callable[[RolloutGroup[Any]], None] | None = None,
-    on_damage: Callable[[str, str], None],
     writing: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Replay:
     """Opens a run's store and ledger, and the buffer over them.
 
     Args:
+        ctx: Of the component; the run's log gets the event `files_damaged`.
         settings: The run, with its config, directory and lineage; no batch is formed for an update after its last.
         limits: Pace, freshness and files.
         experience: How records become rows.
@@ -156,13 +158,16 @@ def open_replay(
         tickets: None where experience comes unasked.
         clock: Unix seconds.
         on_group: Given each group that is trainable.
-        on_damage: Given the place of a damaged file and its fault.
         writing: Entered around each write.
 
     Raises:
         ConfigError: the store's place cannot be used.
     """
     config, directory, lineage = settings.config, settings.directory, settings.lineage
+
+    def on_damage(place: str, reason: str) -> None:
+        ctx.event("files_damaged", path=place, reason=reason)
+
     store = RolloutStore(directory, limits.store, clock, experience, on_damage=on_damage, writing=writing)
     with config_error_for("replay.store.url", limits.store.url or directory.path):
         ledger = store.open_ledger(lineage)

@@ -273,7 +273,7 @@ class ThreadedComponent(Generic[AnyConfig]):
     A subclass starts its threads in `start` and says in `_describe` how it is.
 
     Args:
-        around: What its host gives it.
+        ctx: What its host gives it.
         settings: The run, with its config, directory and lineage.
 
     Attributes:
@@ -301,8 +301,8 @@ class ThreadedComponent(Generic[AnyConfig]):
         return self.ctx.identity.name
 
     def start(self) -> None:
-        """Begins its work in threads of its own and returns soon."""
-        raise NotImplementedError
+        """Begins its work in threads of its own and returns soon; by default it has none before the learner trains."""
+        self.state, self.doing = "running", "waiting for the learner to train"
 
     def look(self, view: Membership) -> None:
         """Takes a new view; returns at once."""

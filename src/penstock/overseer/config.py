@@ -154,6 +154,13 @@ class RayConfig(BaseModel):
     runtime_env: dict[str, Any] = {}
 
 
+_LEARNS_FROM_EQUAL = {
+    "turn": ("episodes earned the same", "learns from where in them that was"),
+    "gae": ("rewards are equal", "compares with a value head and learns from them"),
+    "reinforce_pp": ("rewards are equal", "compares with the whole batch and learns from them"),
+}
+"""By advantage: which groups without variance it learns from, and how."""
+
 ROLES = ("learner", "replay", "curriculum", "inference", "rollout", "evaluator")
 """What the components of a distributed run do, each in processes of its own."""
 
@@ -408,21 +415,12 @@ class RunConfig(BaseModel):
                 f"replay.capacity is {replay.capacity}, below one batch of replay.groups_per_batch = "
                 f"{replay.groups_per_batch} groups of {largest} rollouts: raise it"
             )
-        if self.learner.loss.advantage == "turn" and replay.batch_maker.filter_zero_variance:
+        advantage = self.learner.loss.advantage
+        if advantage in _LEARNS_FROM_EQUAL and replay.batch_maker.filter_zero_variance:
+            groups, why = _LEARNS_FROM_EQUAL[advantage]
             raise ValueError(
-                "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose episodes earned the same, "
-                "but learner.loss.advantage: turn learns from where in them that was; set it to false"
-            )
-        if self.learner.has_critic and replay.batch_maker.filter_zero_variance:
-            raise ValueError(
-                "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose rewards are equal, but "
-                "learner.loss.advantage: gae compares with a value head and learns from them; set it to false"
-            )
-        if self.learner.loss.advantage == "reinforce_pp" and replay.batch_maker.filter_zero_variance:
-            raise ValueError(
-                "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose rewards are equal, but "
-                "learner.loss.advantage: reinforce_pp compares with the whole batch and learns from them; set it to "
-                "false"
+                f"replay.batch_maker.filter_zero_variance is true: it leaves out groups whose {groups}, but "
+                f"learner.loss.advantage: {advantage} {why}; set it to false"
             )
         if self.learner.kl.in_reward:
             self._check_kl_in_reward()

@@ -116,7 +116,7 @@ def examine_checkpoint(checkpoint: Path, config: DoctorConfig) -> list[Check]:
     shape = model_shape(policy)
     length = min(config.inference.max_seq_len, shape.max_position_embeddings)
     settings = config.inference.model_copy(update={"max_seq_len": length})
-    estimated = estimate_memory(shape, settings, config.learner, jax.default_backend() == "cpu").total_bytes
+    estimated = sum(estimate_memory(shape, settings, config.learner, jax.default_backend() == "cpu").values())
     tokenizer = Tokenizer.load(policy.tokenizer_path, policy.chat_template_kwargs)
     started = time.perf_counter()
     decoder = load_policy(policy, 0, tokenizer)

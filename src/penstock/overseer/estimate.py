@@ -46,7 +46,7 @@ adds `PROCESS_BYTES`.
 
 import math
 import os
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -61,46 +61,6 @@ PROCESS_BYTES = 700 * 2**20
 """Measured after start-up of a CPU run with a tiny model."""
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryEstimate:
-    """Bytes by purpose; see the module's docstring.
-
-    Attributes:
-        parameters_bytes: The learner's, of two versions, and those between optimiser steps of an update.
-        reference_bytes: The reference's of a KL, and its average.
-        engine_bytes: The engine's, of two versions.
-        gradients_bytes: Accumulated, and of one micro-batch.
-        optimizer_bytes: The optimiser's state, and the float32 master; 0 where they are in the host's memory.
-        kv_cache_bytes: Twice the engine's cache.
-        attention_bytes: Of one micro-batch and of one prefill; quadratic in the row's length where it is dense.
-        activations_bytes: Of one micro-batch.
-        vocabulary_bytes: Gradient of the head, and scores over the vocabulary.
-        copies_bytes: In float32, on CPUs of a bfloat16 model.
-        step_bytes: What the optimiser step takes beyond the memory of the gradient.
-        process_bytes: Everything else.
-        snapshot_bytes: What a checkpoint is written from beside the training; 0 at staleness zero.
-    """
-
-    parameters_bytes: int
-    reference_bytes: int
-    engine_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    kv_cache_bytes: int
-    attention_bytes: int
-    activations_bytes: int
-    vocabulary_bytes: int
-    copies_bytes: int
-    step_bytes: int
-    process_bytes: int = PROCESS_BYTES
-    snapshot_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return sum(getattr(self, field.name) for field in fields(self))
 
 
 def model_shape(policy: PolicyConfig) -> ModelConfig:
@@ -129,8 +89,8 @@ def computes_on_cpu() -> bool:
 
 def estimate_memory(
     model: ModelConfig, engine: EngineConfig, learner: LearnerConfig, on_cpu: bool = True, snapshots: bool = False
-) -> MemoryEstimate:
-    """The memory of a training run in one process.
+) -> dict[str, int]:
+    """The memory of a training run in one process: bytes by purpose, see the module's docstring.
 
     Args:
         model: Its shape and dtype.
@@ -146,22 +106,29 @@ def estimate_memory(
     gradient = gradient_temporaries(model, learner, on_cpu)
     reference = reference_bytes(model, learner)
     state = optimizer_state_bytes(model, learner) + trained * (0 if own == 4 else 4)
-    offloads = learner.optimizer.offload
-    return MemoryEstimate(
-        parameters_bytes=base_bytes(model) + (2 if learner.optimizer_steps == 1 else 3) * moving_bytes(model),
-        reference_bytes=reference,
-        engine_bytes=_engine_bytes(model, engine),
-        gradients_bytes=trained * (4 + own),
-        optimizer_bytes=0 if offloads else state,
-        kv_cache_bytes=2 * cache,
-        attention_bytes=gradient["attention"] + _largest_prefill(model, engine, on_cpu),
-        activations_bytes=gradient["activations"],
-        vocabulary_bytes=gradient["vocabulary"] + 6 * 4 * model.vocab_size * engine.max_slots,
-        copies_bytes=gradient["copies"]
-        + (4 * model.vocab_size * model.hidden_size + 4 // width * cache if upcast else 0),
-        step_bytes=max(0, step_temporaries(model, learner) - sum(gradient.values())),
-        snapshot_bytes=moving_bytes(model) + state + reference if snapshots else 0,
-    )
+    upcasts = 4 * model.vocab_size * model.hidden_size + 4 // width * cache if upcast else 0
+    return {
+        "parameters of the learner": base_bytes(model)
+        + (2 if learner.optimizer_steps == 1 else 3) * moving_bytes(model),
+        **({"parameters of the reference": reference} if reference else {}),
+        "parameters of the engine": _engine_bytes(model, engine),
+        "gradients": trained * (4 + own),
+        "optimiser state": 0 if learner.optimizer.offload else state,
+        "KV cache": 2 * cache,
+        "attention": gradient["attention"] + _largest_prefill(model, engine, on_cpu),
+        "activations": gradient["activations"],
+        "scores over the vocabulary": gradient["vocabulary"] + 6 * 4 * model.vocab_size * engine.max_slots,
+        "float32 copies on a CPU": gradient["copies"] + upcasts,
+        "the optimiser step": max(0, step_temporaries(model, learner) - sum(gradient.values())),
+        **({"a checkpoint being written": moving_bytes(model) + state + reference} if snapshots else {}),
+        "the process itself": PROCESS_BYTES,
+    }
+
+
+def memory_lines(parts: Mapping[str, int]) -> list[str]:
+    """An estimate for people: a line for each part, and their sum."""
+    shown = {**parts, "total": sum(parts.values())}
+    return [f"  {name:<34}{bytes_text(count):>11}" for name, count in shown.items()]
 
 
 def reference_bytes(model: ModelConfig, learner: LearnerConfig) -> int:

@@ -6,7 +6,7 @@ generating those is `penstock.overseer.language.evaluation`'s.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from penstock.types import RolloutBatch
+from penstock.types import ConfigError, RolloutBatch
 from penstock.types.intervals import (
     Interval,
     difference_interval,
@@ -196,25 +196,40 @@ class EvaluationReport:
         table.add_row("rollouts", *(str(lesson.rollouts) for lesson in reports))
         if any(lesson.failed_groups for lesson in reports):
             table.add_row("failed groups", *(str(lesson.failed_groups) for lesson in reports))
-        table.add_row("mean reward", *(str(lesson.reward_mean) for lesson in reports))
-        if self.baseline is not None:
-            theirs, differences = self.baseline.lessons, [lesson.difference for lesson in reports]
-            table.add_row("  baseline", *(str(theirs[lesson.lesson_id].reward_mean) for lesson in reports))
-            table.add_row("  difference", *("" if one is None else str(one.reward_mean) for one in differences))
-        table.add_row("pass@1", *(str(lesson.success_rate) for lesson in reports))
-        if self.baseline is not None:
-            table.add_row("  baseline", *(str(theirs[lesson.lesson_id].success_rate) for lesson in reports))
-            table.add_row("  difference", *("" if one is None else str(one.success_rate) for one in differences))
+        self._compare(table, "mean reward", lambda found: found.reward_mean)
+        self._compare(table, "pass@1", lambda found: found.success_rate)
         for k in sorted({k for lesson in reports for k in lesson.pass_at if k > 1}):
-            table.add_row(f"pass@{k}", *(str(lesson.pass_at.get(k, "")) for lesson in reports))
-            if self.baseline is not None:
-                theirs, differences = self.baseline.lessons, [lesson.difference for lesson in reports]
-                table.add_row("  baseline", *(str(theirs[lesson.lesson_id].pass_at.get(k, "")) for lesson in reports))
-                table.add_row(
-                    "  difference", *("" if one is None else str(one.pass_at.get(k, "")) for one in differences)
-                )
+            self._compare(table, f"pass@{k}", lambda found, k=k: found.pass_at.get(k, ""))
         table.add_row("tokens", *(f"{lesson.response_tokens:.1f}" for lesson in reports))
         return table
+
+    def _compare(self, table: Table, name: str, of: "Callable[[LessonReport | Difference], object]") -> None:
+        """Adds a row of estimates, and below it the baseline's and the differences, where there is one."""
+        table.add_row(name, *(str(of(lesson)) for lesson in self.lessons.values()))
+        if self.baseline is not None:
+            differences = (lesson.difference for lesson in self.lessons.values())
+            table.add_row("  baseline", *(str(of(self.baseline.lessons[lesson_id])) for lesson_id in self.lessons))
+            table.add_row("  difference", *("" if one is None else str(of(one)) for one in differences))
+
+
+def chosen_of(names: Sequence[str] | None, known: Collection[str], what: str) -> list[str]:
+    """Those of a recipe's lessons or tasks that are asked for; None: all.
+
+    Args:
+        names: What is asked for.
+        known: What the recipe has.
+        what: One of it is called.
+
+    Raises:
+        ConfigError: none is asked for, or one that the recipe does not have.
+    """
+    if names is None:
+        return list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        why = f"{what} {unknown[0]!r} is not in the recipe: its" if unknown else f"{what}s is empty: name some; the"
+        raise ConfigError(f"{why} {what}s are {', '.join(known)}")
+    return list(names)
 
 
 def _rewards_by_prompt(batch: RolloutBatch) -> dict[str, list[float]]:

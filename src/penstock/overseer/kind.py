@@ -45,20 +45,6 @@ REWOUND = (*ESSENTIAL_NAMES, "evaluator-0")
 class UpdateLog(Protocol):
     """Writes one line of metrics per update."""
 
-    @property
-    def step(self) -> int:
-        """The learner's version, as of the last line."""
-        ...
-
-    @property
-    def bottleneck(self) -> str:
-        """What set the pace lately, in words."""
-        ...
-
-    def begin_at(self, step: int) -> None:
-        """The learner begins with that version."""
-        ...
-
     def begin_phase(self) -> None:
         """The run came to another phase: what was generated before is none of its pace."""
         ...
@@ -112,14 +98,6 @@ class SharedParts:
     manager: Any = None
 
 
-def _nothing(*_: object) -> None:
-    pass
-
-
-def _no_digests(arrays: Mapping[str, Any]) -> Mapping[str, str]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class LearnerTasks:
     """What a learner's process does beside training.
@@ -135,11 +113,11 @@ class LearnerTasks:
     """
 
     methods: Mapping[str, Callable[..., Any]]
-    on_view: Callable[[Membership], object] = _nothing
-    on_stop: Callable[[], object] = _nothing
-    before_update: Callable[[TrainingBatch[Any]], object] = _nothing
+    on_view: Callable[[Membership], object] = lambda view: None
+    on_stop: Callable[[], object] = lambda: None
+    before_update: Callable[[TrainingBatch[Any]], object] = lambda batch: None
     after_update: Callable[[], Mapping[str, float]] = dict[str, float]
-    digests: Callable[[Mapping[str, Any]], Mapping[str, str]] = _no_digests
+    digests: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda arrays: {}
 
 
 class PolicyKind(Protocol):
@@ -190,10 +168,6 @@ class PolicyKind(Protocol):
         """
         ...
 
-    def hosts(self, config: Any) -> Mapping[str, str]:
-        """By key of the config, the addresses that the run's servers listen on."""
-        ...
-
     # --- components ----------------------------------------------------------------------------------------------
 
     def components(self, settings: Settings[Any], states: Mapping[str, Any] | None) -> list[ComponentSpec]:
@@ -226,10 +200,6 @@ class PolicyKind(Protocol):
 
     def update_programs(self, learner: Any, config: Any) -> "Programs":
         """What training needs compiled."""
-        ...
-
-    def arrays(self, learner: Any) -> Mapping[str, Any]:
-        """Its parameters by name."""
         ...
 
     def learner_tasks(self, ctx: ComponentContext, component: "LearnerComponent") -> LearnerTasks:
@@ -266,10 +236,6 @@ class PolicyKind(Protocol):
 
     def metrics_of(self, results: Results) -> dict[str, float]:
         """Results of an evaluation as metrics."""
-        ...
-
-    def on_event(self, run: "Run", kind: str, fields: Mapping[str, Any]) -> None:
-        """An event of a component was logged."""
         ...
 
     def failures(self, run: "Run") -> tuple[int, str]:

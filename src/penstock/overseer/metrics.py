@@ -68,6 +68,13 @@ def find_bottleneck(
     return Bottleneck(part, f"learner idle {learner:.0%}: {why}"), shares
 
 
+def seconds_of(metrics: Mapping[str, float]) -> tuple[float, float]:
+    """Of an update, by its metrics: how long the learner waited for the batch, and the whole time."""
+    waited_s = metrics.get("time/wait_for_batch", 0.0)
+    worked = ("time/update", "time/checkpoint", "weights/publish_s")
+    return waited_s, waited_s + sum(metrics.get(name, 0.0) for name in worked)
+
+
 def idle_shares(metrics: Mapping[str, float], engine_busy_s: float) -> dict[str, float]:
     """How idle learner and engine of one process were during an update.
 
@@ -78,9 +85,7 @@ def idle_shares(metrics: Mapping[str, float], engine_busy_s: float) -> dict[str,
     Returns:
         Role → share of the update's whole time; empty where that is nothing.
     """
-    waited_s = metrics.get("time/wait_for_batch", 0.0)
-    worked = ("time/update", "time/checkpoint", "weights/publish_s")
-    whole_s = waited_s + sum(metrics.get(name, 0.0) for name in worked)
+    waited_s, whole_s = seconds_of(metrics)
     if whole_s <= 0:
         return {}
     return {"learner": waited_s / whole_s, "inference": min(1.0, max(0.0, 1.0 - engine_busy_s / whole_s))}
@@ -198,19 +203,12 @@ class ClusterSnapshot:
         """The metrics of all."""
         return merge(self.reports.values())
 
-    @property
-    def failed_groups(self) -> int:
-        """Groups whose environment or reward function failed, as far as living workers know."""
-        return sum(facts["groups"]["failed"] for facts in self._of_workers())
-
-    @property
-    def last_failure(self) -> str:
-        """What one of them said."""
-        return next((facts["last_failure"] for facts in self._of_workers() if facts["last_failure"]), "")
-
-    def _of_workers(self) -> list[Mapping[str, Any]]:
+    def failed_groups(self) -> tuple[int, str]:
+        """Groups whose environment or reward function failed, as far as living workers know, and what one said."""
         found = [report.condition.facts for report in self.reports.values() if report.identity.role == "rollout"]
-        return [facts for facts in found if "groups" in facts]
+        workers = [facts for facts in found if "groups" in facts]
+        said = next((facts["last_failure"] for facts in workers if facts["last_failure"]), "")
+        return sum(facts["groups"]["failed"] for facts in workers), said
 
 
 def success_thresholds(config: RunConfig) -> dict[str, float]:

@@ -3,7 +3,6 @@
 The text is itself a recipe: everything but the config is a comment.
 """
 
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -14,11 +13,11 @@ from penstock.model.language.attention_choice import attention_kernel, check_att
 from penstock.model.language.config import ModelConfig
 from penstock.overseer.config import RunConfig, rollout_workers
 from penstock.overseer.estimate import (
-    MemoryEstimate,
     base_bytes,
     bytes_text,
     computes_on_cpu,
     estimate_memory,
+    memory_lines,
     model_shape,
     moving_bytes,
     trained_count,
@@ -37,10 +36,16 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
             than what the model is meant for, attention cannot be computed so, something is to be kept in another
             memory than there is, or arrays or tokens are named that the model does not have.
     """
-    if not isinstance(config, RunConfig):
-        from penstock.overseer.control.plan import describe_fleet_plan
+    if isinstance(config, RunConfig):
+        comments = _language_lines(config)
+    else:
+        from penstock.overseer.control.plan import fleet_plan_lines
 
-        return describe_fleet_plan(config)
+        comments = fleet_plan_lines(config)
+    return dump_yaml(config.dump()) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments)
+
+
+def _language_lines(config: RunConfig) -> list[str]:
     from penstock.learner.optimizer import beside_base, initial_state  # only what one kind of run needs is loaded
     from penstock.model.language import Decoder
     from penstock.overseer.language.kind import check_with_model
@@ -55,21 +60,20 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
     initial_state(beside_base(config.learner.optimizer, model), Decoder.of_shapes(model))  # which looks at all names
     memory = estimate_memory(model, config.inference, config.learner, on_cpu, snapshots=beside)
     if config.replay.from_rollouts is not None or config.inference.external is not None:
-        memory = replace(memory, engine_bytes=0, kv_cache_bytes=0)
+        del memory["parameters of the engine"], memory["KV cache"]
     else:
         check_length(model, config.inference)
-    comments = [
+    return [
         f"Model: {model.model_type}, {model.parameter_count:,} parameters, {model.dtype}, "
         f"vocabulary {model.vocab_size:,}",
         *_adapter_lines(model, config),
         "",
         "Memory, estimated:",
-        *_memory_lines(memory),
+        *memory_lines(memory),
         "",
         "Components, threads of one process:" if config.runtime == "local" else "Components, processes under Ray:",
         *_component_lines(config, _rows(config.learner, model, on_cpu)),
     ]
-    return dump_yaml(config.dump()) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments)
 
 
 def check_code(config: "RunConfig | FleetRunConfig") -> None:
@@ -100,26 +104,6 @@ def _adapter_lines(model: ModelConfig, config: RunConfig) -> list[str]:
         f"{model.lora.dtype}, and {bytes_text(moving_bytes(model))} travel for a version: {share:.1%} of the base, "
         f"which stays in {model.base}",
     ]
-
-
-def _memory_lines(memory: MemoryEstimate) -> list[str]:
-    parts = {
-        "parameters of the learner": memory.parameters_bytes,
-        **({"parameters of the reference": memory.reference_bytes} if memory.reference_bytes else {}),
-        **({"parameters of the engine": memory.engine_bytes} if memory.engine_bytes else {}),
-        "gradients": memory.gradients_bytes,
-        "optimiser state": memory.optimizer_bytes,
-        **({"KV cache": memory.kv_cache_bytes} if memory.kv_cache_bytes else {}),
-        "attention": memory.attention_bytes,
-        "activations": memory.activations_bytes,
-        "scores over the vocabulary": memory.vocabulary_bytes,
-        "float32 copies on a CPU": memory.copies_bytes,
-        "the optimiser step": memory.step_bytes,
-        **({"a checkpoint being written": memory.snapshot_bytes} if memory.snapshot_bytes else {}),
-        "the process itself": memory.process_bytes,
-        "total": memory.total_bytes,
-    }
-    return [f"  {name:<34}{bytes_text(count):>11}" for name, count in parts.items()]
 
 
 def _rows(learner: LearnerConfig, model: ModelConfig, on_cpu: bool) -> str:

@@ -71,30 +71,25 @@ log = logging.getLogger(__name__)
 
 
 class RayHandle:
-    """One incarnation of a component, seen from the overseer. Made by `RayLauncher.spawn`."""
+    """One incarnation of a component, seen from the overseer. Made by `RayLauncher.spawn`.
+
+    Attributes:
+        identity: Who it is.
+        place: Where it runs; None before that is known.
+    """
 
     def __init__(self, launcher: "RayLauncher", identity: Identity, actor: Any) -> None:
+        self.identity = identity
+        self.place: ActorLocation | None = None
         self._launcher = launcher
-        self._identity = identity
         self._actor = actor
         self._place_ref = actor.place.remote()
-        self._place: ActorLocation | None = None
         self._kept: deque[Any] = deque(maxlen=4)  # a client's reference must not end in the thread that answers
         self._place_ref.future().add_done_callback(self._on_placed)
 
-    @property
-    def identity(self) -> Identity:
-        """Who it is."""
-        return self._identity
-
-    @property
-    def place(self) -> ActorLocation | None:
-        """Where it runs; None before that is known."""
-        return self._place
-
     def _on_placed(self, place: Future[ActorLocation]) -> None:
         if place.exception() is None:  # otherwise heartbeats tell of it
-            self._place = place.result()
+            self.place = place.result()
             self._launcher.in_turn(self._begin)
 
     def _begin(self) -> None:
@@ -109,7 +104,7 @@ class RayHandle:
             if error is None:
                 report.set_result(answer.result())
             else:
-                self._launcher.note(self._identity, error)
+                self._launcher.note(self.identity, error)
                 report.set_exception(UnreachableError(in_one_line(error)))  # whoever asks knows whom
 
         try:
@@ -122,28 +117,28 @@ class RayHandle:
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         """Calls one of the component's methods; see `Handle.call`."""
-        return answer(self._actor, self._identity, None, method, args, timeout_s).result()
+        return answer(self._actor, self.identity, None, method, args, timeout_s).result()
 
     def kill(self, timeout_s: float) -> None:
         """Ends the process and returns when it is gone; see `Handle.kill`."""
         deadline = time.monotonic() + timeout_s
         try:
             ray.kill(self._actor, no_restart=True)  # from now on nothing is made where nothing was yet
-            if self._place is None:
+            if self.place is None:
                 self._wait_for_place(deadline)
-            gone = self._place is None or self._launcher.end_process(self._place, deadline)
+            gone = self.place is None or self._launcher.end_process(self.place, deadline)
         except RAY_ERRORS as error:
-            raise unreachable(self._identity, error) from error
+            raise unreachable(self.identity, error) from error
         if not gone:
-            raise UnreachableError(f"{self._identity}: its process is not known to be gone after {timeout_s:g} s")
+            raise UnreachableError(f"{self.identity}: its process is not known to be gone after {timeout_s:g} s")
         self._launcher.forget(self)
 
     def _wait_for_place(self, deadline: float) -> None:
         """Until Ray says where it runs, or that it never will."""
         try:
-            self._place = ray.get(self._place_ref, timeout=max(0.0, deadline - time.monotonic()))
+            self.place = ray.get(self._place_ref, timeout=max(0.0, deadline - time.monotonic()))
         except ray.exceptions.GetTimeoutError as error:
-            raise UnreachableError(f"{self._identity}: Ray says neither where it runs nor that it is dead") from error
+            raise UnreachableError(f"{self.identity}: Ray says neither where it runs nor that it is dead") from error
         except ray.exceptions.RayError:
             return  # it never ran, and never will
 

@@ -1,12 +1,13 @@
-"""Evaluation results as plain values, for checkpoints and between processes, and news of the best checkpoint."""
+"""Evaluation results as plain values, for checkpoints and between processes, and where their numbers are logged."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from penstock.overseer.launch.launcher import ComponentContext
 from penstock.rundir.commands import command_line
-from penstock.types import Caller, RolloutBatchStats, RunFailed
+from penstock.types import RolloutBatchStats, RunFailed
 
 Results = dict[str, RolloutBatchStats]
 """By lesson."""
@@ -52,19 +53,19 @@ def read_stats(rows: Mapping[str, Any]) -> Results:
     }
 
 
-class BestNews:
-    """Tells the learner of the evaluations by which it chooses the best checkpoint; nothing, where none is kept.
+class EvaluationLog:
+    """Logs the numbers of evaluations; the learner hears of those by which it chooses the best checkpoint, if any.
 
     Args:
-        learner: Calls the component of that name, which may be in another process.
+        ctx: Of the component that evaluates.
         metric: ``overseer.keep_best``.
     """
 
-    def __init__(self, learner: Caller, metric: str | None) -> None:
-        self._learner = learner
+    def __init__(self, ctx: ComponentContext, metric: str | None) -> None:
+        self._ctx, self._learner = ctx, ctx.caller("learner-0")
         self._metric = metric
 
-    def begun(self, step: int) -> None:
+    def begin(self, step: int) -> None:
         """An evaluation of that version begins.
 
         Raises:
@@ -73,12 +74,12 @@ class BestNews:
         if self._metric is not None:
             self._learner.call("expect_evaluation", step, timeout_s=CALL_S)
 
-    def logged_by(self, log: Callable[[int, Mapping[str, float]], None]) -> Callable[[int, Mapping[str, float]], None]:
-        """The log of evaluations by step, of which the learner hears before: where it cannot, nothing is logged."""
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """A line of metrics, of which the learner hears before: where it cannot, nothing is logged.
 
-        def tell(step: int, values: Mapping[str, float]) -> None:
-            if self._metric is not None and any(name.startswith("eval/") for name in values):
-                self._learner.call("note_evaluation", step, values.get(self._metric), timeout_s=CALL_S)
-            log(step, values)
-
-        return tell
+        Raises:
+            UnreachableError: the learner did not answer.
+        """
+        if self._metric is not None and any(name.startswith("eval/") for name in values):
+            self._learner.call("note_evaluation", step, values.get(self._metric), timeout_s=CALL_S)
+        self._ctx.metrics(step, values)

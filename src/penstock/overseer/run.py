@@ -133,6 +133,7 @@ class Run:
     Attributes:
         results: Of evaluations, by when they were made.
         training_s: Seconds spent in training, by this process.
+        step: The learner's version, as far as it was told.
         tasks: The components, as given.
         log: The run's writer, as given.
         config: Of the run, validated.
@@ -146,6 +147,7 @@ class Run:
         self.config = tasks.settings.config
         self.results = self._results_so_far()
         self.training_s = 0.0
+        self.step = log.step
         self._updates = kind.make_update_log(self.config, log)
         self.newest_metrics: Mapping[str, float] = {}
         self._feed = feed
@@ -204,24 +206,14 @@ class Run:
         return self.tasks.seen
 
     @property
-    def step(self) -> int:
-        """The learner's version, as far as it was told."""
-        return self._updates.step
-
-    @property
     def lessons(self) -> dict[str, str]:
         """Each lesson's status in words."""
         return dict(self.seen.facts("replay-0").get("lessons", {}))
 
     @property
-    def failed_groups(self) -> int:
-        """How much of the experience failed in this life of the run, as far as living workers know."""
-        return self._kind.failures(self)[0]
-
-    @property
-    def last_failure(self) -> str:
-        """What the last of them said."""
-        return self._kind.failures(self)[1]
+    def failures(self) -> tuple[int, str]:
+        """How much of the experience failed in this life of the run, as far as is known, and what the last one said."""
+        return self._kind.failures(self)
 
     @property
     def complete(self) -> bool:
@@ -253,7 +245,7 @@ class Run:
         replay, no_room = seen.facts("replay-0"), seen.facts("learner-0").get("no_room", "")
         return {
             "phase": self.log.progress.phase,
-            "step": self._updates.step,
+            "step": self.step,
             "steps": self.config.steps,
             "lineage": self.lineage,
             "runtime": self.config.runtime,
@@ -261,7 +253,7 @@ class Run:
             "ledger": replay.get("ledger", {}),
             "lessons": replay.get("lessons", {}),
             "waiting_for": "; ".join(filter(None, (no_room or self.log.no_room, replay.get("waiting_for", "")))),
-            "bottleneck": self._updates.bottleneck,
+            "bottleneck": self.log.bottleneck_words,
             "rollout_storage": replay.get("rollout_storage", {}),
             "numbers": seen.numbers(),
             "training": self.log.progress.status(),
@@ -276,7 +268,7 @@ class Run:
         self.phase("starting components")
         for name in ("replay-0", "learner-0"):
             yield from self.until_stopped(self.tasks.running(name))
-        self._updates.begin_at(self.learner_step() or 0)
+        self.begin_at(self.learner_step() or 0)
         yield from self._kind.prepared(self)
         yield from self._kind.checked(self)
         if self.tasks.settings.checkpoint is None:
@@ -364,7 +356,7 @@ class Run:
 
     def begin_at(self, step: int) -> None:
         """The run goes on from that version."""
-        self._updates.begin_at(step)
+        self.step = self.log.step = step
 
     def _results_so_far(self) -> dict[str, Results]:
         states = self.tasks.states
@@ -375,12 +367,12 @@ class Run:
     def on_event(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
         """An event of a component; step 0 stands for the present one."""
         self.log.event(kind, step or None, **fields)
-        self._kind.on_event(self, kind, fields)
 
     def on_metrics(self, role: str, step: int, values: Mapping[str, float]) -> None:
         """A line of metrics of a component; an update's, where it is the learner's and has its times."""
         if role == "learner" and "time/update" in values:
             self.newest_metrics = self._updates.add(step, values, self.seen, self.tasks.metrics())
+            self.step = step  # whoever sees it finds its metrics
         else:
             self.log.metrics(step, values)
             self.log.progress.note_rollouts(values)

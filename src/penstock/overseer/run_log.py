@@ -49,6 +49,7 @@ class RunLog:
         step: The present one, of events that say no other.
         failures: Of simulators, in this life of the run.
         last_failure: What the last of them said.
+        bottleneck_words: What set the pace of the last update.
     """
 
     def __init__(self, directory: RunDirectory, config: "RunConfig | FleetRunConfig", progress: Progress) -> None:
@@ -62,6 +63,7 @@ class RunLog:
         self.progress = progress
         self.step = 0
         self.failures, self.last_failure = 0, ""
+        self.bottleneck_words = ""
         self._bottleneck: str | None = None
         self._of_fork_server = ""
 
@@ -86,6 +88,8 @@ class RunLog:
             self.progress.goal = str(fields["reason"])
         elif kind == "component_death":
             self.progress.compiling.pop(fields["component"].partition("#")[0], None)
+        else:
+            self._note_simulators(kind, fields)
 
     def evaluation(self, when: str, step: int, results: Results, metrics: Mapping[str, float]) -> None:
         """What an evaluation before or after the training gave; a lesson that failed has the reward None."""
@@ -95,6 +99,7 @@ class RunLog:
 
     def bottleneck(self, part: str | None, words: str) -> None:
         """What set the pace of the last update; an event where that is another part than before. None: not known."""
+        self.bottleneck_words = words
         if part not in (None, self._bottleneck):
             self.event("bottleneck", part=part, words=words)
             self._bottleneck = part
@@ -124,7 +129,7 @@ class RunLog:
         self.progress.begin_phase(words)
         self.event("phase", phase=words)
 
-    def simulators_event(self, kind: str, fields: Mapping[str, Any]) -> None:
+    def _note_simulators(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Counts a failure among the events of simulators, and shows what the user is to know at once."""
         words = failure_in_words(kind, fields)
         if words and words != self._of_fork_server:

@@ -23,16 +23,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.rundir import RunDirectory
 from penstock.rundir.logs import open_unlinked
 from penstock.rundir.storage import is_full_disk
 from penstock.types import NoProgressError, RunFailed
 from penstock.types.errors import shortened
 
 if TYPE_CHECKING:
-    from penstock.overseer.config import OverseerConfig
     from penstock.overseer.run import Run
-    from penstock.overseer.run_log import RunLog
     from penstock.overseer.terminal import TerminalView
 
 
@@ -210,27 +207,15 @@ class Overseer:
     Args:
         run: What it watches.
         crew: Its threads.
-        directory: Where it is written.
-        log: Its single writer.
         view: What the user sees.
-        config: Limits and intervals.
     """
 
-    def __init__(
-        self,
-        run: "Run",
-        crew: ThreadGroup,
-        directory: RunDirectory,
-        log: "RunLog",
-        view: "TerminalView",
-        config: "OverseerConfig",
-    ) -> None:
+    def __init__(self, run: "Run", crew: ThreadGroup, view: "TerminalView") -> None:
         self._run = run
         self._crew = crew
-        self._directory = directory
-        self._log = log
         self._view = view
-        self._config = config
+        self._log, self._config = run.log, run.config.overseer
+        self._directory = run.tasks.settings.directory
 
     def run(self) -> None:
         """Runs to the last step, to a stop request, or to the first failure.

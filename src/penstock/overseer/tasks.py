@@ -26,7 +26,7 @@ from typing import Any, Protocol, final
 from penstock.learner import newest_good_checkpoint, read_states
 from penstock.overseer.component import Settings
 from penstock.overseer.kind import ESSENTIAL, ESSENTIAL_NAMES, REWOUND, PolicyKind, RunStart
-from penstock.overseer.launch.launcher import Component, Launcher
+from penstock.overseer.launch.launcher import Component, Launcher, PeerCaller
 from penstock.overseer.metrics import ClusterSnapshot
 from penstock.overseer.run import STATES, PhaseSteps, Run, step_of
 from penstock.overseer.run_log import RunLog
@@ -150,6 +150,10 @@ class DirectTasks:
             raise UnreachableError(f"{name} is no component of this run")
         return self._components[name]
 
+    def call_peer(self, name: str, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
+        """Calls a component for another, in this thread; whatever the method raises comes as it is."""
+        return getattr(self.find(name), method)(*args)
+
     @property
     def view(self) -> Membership:
         """All of them, with what they say of themselves now."""
@@ -263,9 +267,9 @@ class DirectContext:
         """All components."""
         return self._tasks.view
 
-    def caller(self, name: str) -> "DirectCaller":
+    def caller(self, name: str) -> PeerCaller:
         """Calls another component, in the caller's thread."""
-        return DirectCaller(self._tasks, name)
+        return PeerCaller(name, self._tasks.call_peer)
 
     def event(self, kind: str, step: int = 0, **fields: Any) -> None:
         """Written at once."""
@@ -283,24 +287,6 @@ class DirectContext:
     def samples(self, step: int, conversations: list[Any]) -> None:
         """Written at once."""
         self._log.conversations(conversations, step)
-
-
-@final
-class DirectCaller:
-    """Implements `penstock.types.Caller` for a component of this process.
-
-    Args:
-        tasks: Has the components.
-        name: Whose methods are called.
-    """
-
-    def __init__(self, tasks: DirectTasks, name: str) -> None:
-        self._tasks = tasks
-        self._name = name
-
-    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Calls it, in this thread; whatever the method raises comes as it is."""
-        return getattr(self._tasks.find(self._name), method)(*args)
 
 
 SUPERVISED_TURN_S = 0.05
@@ -344,13 +330,15 @@ class SupervisedTasks:
         self._launcher = launcher
         self._log = log
         self._run: Run | None = None
-        self.supervisor = Supervisor(launcher, self._config, self)
+        self.supervisor = supervisor = Supervisor(launcher, self._config, self)
+        self.names, self.scale, self.drain = supervisor.names, supervisor.scale, supervisor.drain
+        self.metrics = supervisor.metrics
         self._lost: list[str] = []
         self._notices: list[str] = []
         self._deaths, self._newest_step = RunRestartBudget(self._config.max_restarts), 0
         self.seen, self._look_due = ClusterSnapshot(), 0.0
         self._scale_requests = ScaleRequests(
-            settings.directory.path, partial(self.supervisor.scale, where_there_is_room=True)
+            settings.directory.path, partial(supervisor.scale, where_there_is_room=True)
         )
         self._numbers = itertools.count(1)
 
@@ -507,10 +495,6 @@ class SupervisedTasks:
                     self._newest_step = message.step
                     self._deaths.forget()
 
-    def metrics(self) -> dict[str, float]:
-        """``overseer/…`` numbers."""
-        return self.supervisor.metrics()
-
     # --- what phases ask -------------------------------------------------------------------------------------------
 
     @property
@@ -518,21 +502,9 @@ class SupervisedTasks:
         """Who lives."""
         return self.supervisor.view
 
-    def names(self, role: str) -> list[str]:
-        """The components of a role that are there and not leaving, whether they live at present or not."""
-        return self.supervisor.names(role)
-
     def any_left(self, role: str) -> bool:
         """Whether one has a process, or is to have one again."""
         return any(name.startswith(f"{role}-") for name in self.supervisor.describe())
-
-    def scale(self, role: str, count: int) -> None:
-        """As many as find room."""
-        self.supervisor.scale(role, count)
-
-    def drain(self, name: str, reason: str) -> None:
-        """Lets it finish what it began, within ``overseer.no_progress_s``."""
-        self.supervisor.drain(name, reason)
 
     def running(self, name: str) -> Generator[None, None, Identity]:
         """Waits until the living incarnation of a component runs."""

@@ -148,7 +148,7 @@ class LearnerComponent(ThreadedComponent[Any]):
     """Runs one learner and its `TrainingLoop`.
 
     Args:
-        around: What its host gives it.
+        ctx: What its host gives it.
         settings: The run, with its config, directory and lineage.
         kind: What it trains.
         shared: What it has by reference, where all components are in one process.
@@ -157,6 +157,9 @@ class LearnerComponent(ThreadedComponent[Any]):
     Attributes:
         shared: As given.
         batch: Of the update that is being made; None between two.
+        coming_batch: Gives the batch of a later update, by its step; None where it is not known.
+        wait_until_saved: Returns when every checkpoint is on the disk; raises what one failed with.
+        expect_evaluation: Given the version of an evaluation that begins, by which the best checkpoint is chosen.
     """
 
     def __init__(
@@ -192,6 +195,8 @@ class LearnerComponent(ThreadedComponent[Any]):
             lambda name, target: self.crew.start(name, target),  # another crew, once the run has it
             self.stopping,
         )
+        self.coming_batch = self._batches.peek
+        self.wait_until_saved, self.expect_evaluation = self._writer.wait, self._writer.best.expect
         self._results: dict[str, Any] = {}
         self._evaluator_state: dict[str, Any] = {}
         self.batch: TrainingBatch[Any] | None = None
@@ -287,7 +292,7 @@ class LearnerComponent(ThreadedComponent[Any]):
     def _open_broadcaster(self) -> None:
         """A new server; it offers what was published last, or else the learner's present version."""
         settings = self.settings
-        version, arrays = self._published or (self._version(), self.arrays())
+        version, arrays = self._published or self._present()
         self._announce(version, arrays, patiently=False)
         broadcaster: Broadcaster
         if self.shared is not None:
@@ -299,12 +304,14 @@ class LearnerComponent(ThreadedComponent[Any]):
         broadcaster.publish(version, self._travelling(arrays))
         self._broadcaster, self._published = broadcaster, (version, arrays)
 
-    def arrays(self) -> Mapping[str, Any]:
-        """The learner's parameters by name."""
-        return self._kind.arrays(self.learner)
+    def _present(self) -> tuple[WeightVersion, Mapping[str, Any]]:
+        """The version that the learner holds, and its parameters by name."""
+        learner = self.learner
+        return WeightVersion(self.settings.lineage, learner.step), learner.named_arrays()
 
-    def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
-        """Offers a version to whoever fetches; what is published already is not published again."""
+    def publish(self) -> None:
+        """Offers the learner's version to whoever fetches; what is published already is not published again."""
+        version, arrays = self._present()
         self._announce(version, arrays, patiently=True)
         with self._publishing:
             assert self._broadcaster is not None  # opened before there is anything to publish
@@ -358,7 +365,7 @@ class LearnerComponent(ThreadedComponent[Any]):
             self._batches,
             self._commits,
             self,
-            WeightVersion(self.settings.lineage, self.config.steps),
+            self.config.steps,
             publish_first=not self.config.replay.synchronous,
         )
         if self.settings.checkpoint is None:
@@ -366,7 +373,7 @@ class LearnerComponent(ThreadedComponent[Any]):
             self.wait_until_saved()
         else:
             self._ask_evaluator()  # it answers then even where the cluster is lost before the first checkpoint
-        self.publish(self._version(), self.arrays())  # replay must know what it is before anything of it arrives
+        self.publish()  # replay must know what it is before anything of it arrives
         self._replay.call("admit", timeout_s=STATES_S)
         self._training = True
         try:
@@ -379,10 +386,6 @@ class LearnerComponent(ThreadedComponent[Any]):
             self._training = False
         self.doing = f"done at step {learner.step}"
         return learner.step
-
-    def publish_last(self) -> None:
-        """The version that training reached, for the last evaluation; a task after `train`."""
-        self.publish(self._version(), self.arrays())
 
     def finish(self) -> None:
         """Training ends at the next update boundary, with a checkpoint; one that has not begun ends at once."""
@@ -405,10 +408,6 @@ class LearnerComponent(ThreadedComponent[Any]):
             self._broadcaster.close()
         self._more.on_stop()
 
-    def _version(self) -> WeightVersion:
-        """The version that the learner holds."""
-        return WeightVersion(self.settings.lineage, self.learner.step)
-
     def before_update(self, batch: TrainingBatch[Any]) -> None:
         """The kind's task beside an update begins.
 
@@ -425,10 +424,6 @@ class LearnerComponent(ThreadedComponent[Any]):
             MismatchError: engines and learner disagree about the version before.
         """
         return self._more.after_update()
-
-    def coming_batch(self, step: int) -> TrainingBatch[Any] | None:
-        """The batch of a later update, where it is known."""
-        return self._batches.peek(step)
 
     # --- checkpoints and reports -----------------------------------------------------------------------------------
 
@@ -448,14 +443,6 @@ class LearnerComponent(ThreadedComponent[Any]):
             self._writer.write(step, self.learner, self._codec, states)
         else:
             self._writer.write_beside(step, self.learner.snapshot(), self._codec, states)
-
-    def wait_until_saved(self) -> None:
-        """Returns when every checkpoint is on the disk; raises what one failed with."""
-        self._writer.wait()
-
-    def expect_evaluation(self, step: int) -> None:
-        """An evaluation of that version begins, by which the best checkpoint is chosen."""
-        self._writer.best.expect(step)
 
     def note_evaluation(self, step: int, value: float | None) -> None:
         """It is over, and gave this value of ``overseer.keep_best``, or none."""

@@ -119,6 +119,7 @@ class RunRequest:
         started = time.monotonic()
         config = self.config
         directory, run = open_run(self, feed)
+        failed, last_failure = run.failures
         return RunSummary(
             directory.path,
             run.step,
@@ -127,8 +128,8 @@ class RunRequest:
             time.monotonic() - started,
             run.training_s,
             lessons=run.lessons,
-            failed_groups=run.failed_groups,
-            last_failure=run.last_failure,
+            failed_groups=failed,
+            last_failure=last_failure,
             kind="language" if isinstance(config, RunConfig) else "control",
             no_signal=tuple(run.log.progress.stretches),
             goal=run.log.progress.goal,
@@ -341,7 +342,7 @@ def oversee(run: Run, crew: ThreadGroup, quiet: bool) -> None:
         for found in free_abandoned():
             log.event("memory_freed", path=str(found.path), bytes=found.nbytes)
         with logged(directory.path / "logs" / "run.jsonl", run.tasks.settings.lineage) if local else nullcontext():
-            Overseer(run, crew, directory, log, TerminalView(log.progress, quiet=quiet), run.config.overseer).run()
+            Overseer(run, crew, TerminalView(log.progress, quiet=quiet)).run()
     except Exception as error:
         if directory.events_path.exists():
             error.add_note(f"the story is in {directory.events_path}")
@@ -472,7 +473,7 @@ def _joined(kind: PolicyKind, settings: Settings[Any], states: Mapping[str, Any]
     config, directory = settings.config, settings.directory
     launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
     try:
-        _check_reach(launcher.machines, config.weights.transport, kind.hosts(config))
+        _check_reach(launcher.machines, config)
         specs = kind.components(settings, states)
         launcher.check_room([(Identity(spec.role, spec.index, 0), spec.resources) for spec in specs], [])
     except PenstockError:
@@ -481,8 +482,9 @@ def _joined(kind: PolicyKind, settings: Settings[Any], states: Mapping[str, Any]
     return launcher
 
 
-def _check_reach(machines: int, transport: str, hosts: Mapping[str, str]) -> None:
+def _check_reach(machines: int, config: "RunConfig | FleetRunConfig") -> None:
     """Memory and servers that only their own machine can reach are of no use to others."""
+    transport = config.weights.transport
     if machines < 2:
         return
     if transport == "shared_memory":
@@ -490,8 +492,11 @@ def _check_reach(machines: int, transport: str, hosts: Mapping[str, str]) -> Non
             f"weights.transport is shared_memory, which no other machine can reach, and the cluster has {machines}: "
             "set it to arrow_flight, with weights.host=0.0.0.0, or to checkpoint, with a folder that all reach"
         )
+    hosts = {"inference.host": config.inference.host} if isinstance(config, RunConfig) else {}
+    if transport == "arrow_flight":
+        hosts["weights.host"] = config.weights.host
     for name, host in hosts.items():
-        if is_loopback(host) and (name != "weights.host" or transport == "arrow_flight"):
+        if is_loopback(host):
             raise ConfigError(
                 f"{name} is {host}, which no other machine can reach, and the cluster has {machines}: set it to "
                 "0.0.0.0 (the run's servers ask for a token that it makes itself; docs/security.md)"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from penstock.learner.checkpoints import SavedLearner
 from penstock.learner.config import OptimizerConfig
 from penstock.learner.snapshot import LearnerSnapshot
-from penstock.types import BatchSource, NoProgressError, Stopped, TrainingBatch, WeightVersion
+from penstock.types import BatchSource, NoProgressError, Stopped, TrainingBatch
 
 if TYPE_CHECKING:
     from penstock.overseer.trainer import LearnerComponent
@@ -49,6 +49,10 @@ class UpdatingLearner(SavedLearner, Protocol):
         """The version of the current parameters."""
         ...
 
+    def named_arrays(self) -> Mapping[str, Any]:
+        """The current parameters by name, as weights travel."""
+        ...
+
     @property
     def optimizer(self) -> OptimizerConfig:
         """Of the optimiser; arrays that are its `frozen` never change."""
@@ -71,7 +75,7 @@ class TrainingLoop:
         source: Where batches come from.
         commit: The replay buffer, which hears of updates.
         owner: Publishes, saves, and takes metrics.
-        goal: Version to reach, of this life of the run.
+        goal: Step of the version to reach.
         publish_first: Whether a version is published before its checkpoint is written.
     """
 
@@ -81,7 +85,7 @@ class TrainingLoop:
         source: BatchSource,
         commit: Commit,
         owner: "LearnerComponent",
-        goal: WeightVersion,
+        goal: int,
         publish_first: bool,
     ) -> None:
         self._learner = learner
@@ -102,7 +106,7 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Trains; on return, and when no batch can come, the last version's checkpoint is durable."""
-        while self._learner.step < self._goal.step and not self._stopping.is_set():
+        while self._learner.step < self._goal and not self._stopping.is_set():
             self._publish()
             started = time.perf_counter()
             try:
@@ -121,7 +125,7 @@ class TrainingLoop:
         if step == self._published_step:
             return
         started = time.perf_counter()
-        self._owner.publish(WeightVersion(self._goal.lineage, step), self._owner.arrays())
+        self._owner.publish()
         self._publish_s = time.perf_counter() - started
         self._published_step = step
 
@@ -135,7 +139,7 @@ class TrainingLoop:
         self._commit.finish_update(step)
         self._commit.set_current_step(step + 1)
         publish_s, checkpoint_s = self._publish_s, 0.0
-        if self._publish_first and step + 1 < self._goal.step:
+        if self._publish_first and step + 1 < self._goal:
             self._publish()
         if self._owner.checkpoint_due(step + 1):
             saving = time.perf_counter()

@@ -8,16 +8,18 @@ import pytest
 from penstock.overseer.control import evaluator as fleet_evaluator
 from penstock.overseer.control.evaluator import FleetEvaluator, metrics_of
 from penstock.types import RolloutBatchStats, RunFailed, WeightVersion
+from tests.overseer.lonely import Lonely
 from tests.overseer.test_control_config import build
 from tests.waiting import wait_until
 
 STATS = RolloutBatchStats("pole", 2, 2, 15.0, 0.0, 0.0, 12.5, 0.0, (10.0, 20.0), ("0", "1"))
 
 
-class Rehearsal:
-    """A pool, a runner and the playing, all in one; `gate` holds an evaluation back."""
+class Rehearsal(Lonely):
+    """A pool, a runner, the playing and a component's surroundings, all in one; `gate` holds an evaluation back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__("evaluator")
         self.played: list[int] = []
         self.logged: list[int] = []
         self.events: list[tuple[str, dict]] = []
@@ -45,11 +47,13 @@ class Rehearsal:
         self.closed += 1
 
     def evaluator(self, every: int) -> FleetEvaluator:
-        def log(step, metrics):
-            self.logged.append(step)
+        return FleetEvaluator(self, build({"evaluation": {"every": every}}), None)
 
-        config = build({"evaluation": {"every": every}})
-        return FleetEvaluator(config, None, log, lambda kind, fields: self.events.append((kind, dict(fields))))
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        self.logged.append(step)
+
+    def event(self, kind: str, step: int = 0, **fields) -> None:
+        self.events.append((kind, {"step": step, **fields} if step else fields))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from penstock.model.control import make_control_policy, save_control_policy
 from penstock.overseer import FleetRunConfig, train
 from penstock.overseer.component import Settings
 from penstock.overseer.config_loading import build_config
-from penstock.overseer.control.kind import ControlKind, FleetUpdates, check_resume
+from penstock.overseer.control.kind import ControlKind
 from penstock.overseer.control.policies import make_policy
 from penstock.overseer.control.simulators import probe_spaces
 from penstock.overseer.kind import RunStart
@@ -72,13 +72,15 @@ class Launched(Exception):
 
 
 def test_the_recorded_network_and_whatever_else_is_changed_may_go_on(checkpoint: Path, guess: Spaces):
-    check_resume(tiny(), guess, checkpoint)
-    check_resume(tiny({"steps": 9, "learner": {"epochs": 3}, "fleet": {"envs_per_worker": 4}}), guess, checkpoint)
+    ControlKind(guess).check_resume(tiny(), checkpoint)
+    ControlKind(guess).check_resume(
+        tiny({"steps": 9, "learner": {"epochs": 3}, "fleet": {"envs_per_worker": 4}}), checkpoint
+    )
 
 
 def test_every_other_value_of_the_model_is_named_with_both_values_and_the_remedy(checkpoint: Path, guess: Spaces):
     with pytest.raises(ConfigError) as refused:
-        check_resume(tiny({"model": {"hidden_sizes": [8, 4], "memory": "gru"}}), guess, checkpoint)
+        ControlKind(guess).check_resume(tiny({"model": {"hidden_sizes": [8, 4], "memory": "gru"}}), checkpoint)
     assert str(refused.value) == (
         f'model.hidden_sizes is [8, 4], model.memory is "gru", but {checkpoint} was trained with '
         'model.hidden_sizes=[8] model.memory="none": a resumed run keeps its model; give these values, or begin a '
@@ -88,16 +90,16 @@ def test_every_other_value_of_the_model_is_named_with_both_values_and_the_remedy
 
 def test_values_that_only_the_first_weights_depend_on_are_refused_too(checkpoint: Path, guess: Spaces):
     with pytest.raises(ConfigError, match=r"^model\.policy_gain is 1\.0, but .*step-7 .*model\.policy_gain=0\.01: "):
-        check_resume(tiny({"model": {"policy_gain": 1.0}}), guess, checkpoint)
+        ControlKind(guess).check_resume(tiny({"model": {"policy_gain": 1.0}}), checkpoint)
 
 
 def test_other_simulators_and_other_policies_are_refused(checkpoint: Path):
     both = r"\(observations '': box float32 \[5\], the policy's box float32 \[2\]\): resume with the tasks"
     with pytest.raises(ConfigError, match=r"^fleet.tasks: .*step-7 holds a policy for other obs.* have " + both):
-        check_resume(tiny(), OTHER_SPACES, checkpoint)
+        ControlKind(OTHER_SPACES).check_resume(tiny(), checkpoint)
     (checkpoint / "model" / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(CheckpointError, match="this is no control policy"):
-        check_resume(tiny(), OTHER_SPACES, checkpoint)
+        ControlKind(OTHER_SPACES).check_resume(tiny(), checkpoint)
 
 
 @pytest.mark.slow
@@ -149,4 +151,4 @@ def test_before_it_is_loaded_a_resumed_run_says_its_step(run_dir: Path, guess: S
     kind, settings = ControlKind(guess), Settings(config, directory, "", 1, checkpoint)
     run = Run(kind, DirectTasks(kind, settings, RunStart(make_policy(config, guess)), ThreadGroup(), log), log)
     log.close()
-    assert run.step == run.status()["step"] == FleetUpdates(log, ["guess"]).step == 5
+    assert run.step == run.status()["step"] == 5

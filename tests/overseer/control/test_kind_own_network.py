@@ -12,10 +12,10 @@ from safetensors.numpy import load_file
 from penstock.learner import ControlLearner
 from penstock.overseer import FleetRunConfig, evaluate_fleet, train
 from penstock.overseer.config_loading import build_config, load_recorded_config, named_code
-from penstock.overseer.control.kind import check_resume
-from penstock.overseer.control.plan import describe_fleet_plan
+from penstock.overseer.control.kind import ControlKind
 from penstock.overseer.control.policies import make_policy
 from penstock.overseer.control.simulators import probe_spaces
+from penstock.overseer.plan import describe_plan
 from penstock.overseer.rerun.replay import replay_updates
 from penstock.rundir import RunDirectory, read_metrics
 from penstock.types import CheckpointError, ConfigError, PenstockError
@@ -71,14 +71,16 @@ def test_a_resume_goes_on_with_it_where_its_code_has_moved(run: Path, tmp_path: 
     with pytest.raises(
         ConfigError, match=r'^model\.kwargs is {"width": 8}, but .* was trained with .*kwargs={"width":6}'
     ):
-        check_resume(own(tmp_path, model={**config.model.model_dump(), "kwargs": {"width": 8}}), spaces, checkpoint)
+        ControlKind(spaces).check_resume(
+            own(tmp_path, model={**config.model.model_dump(), "kwargs": {"width": 8}}), checkpoint
+        )
     with pytest.raises(ConfigError, match=r"^model\.module is null, .*but .* was trained with model\.module="):
-        check_resume(build_config(FleetRunConfig, TINY), spaces, checkpoint)
+        ControlKind(spaces).check_resume(build_config(FleetRunConfig, TINY), checkpoint)
 
 
 def test_a_dry_run_says_who_makes_it(tmp_path: Path):
     config = own(tmp_path)
-    assert f"# Model: {tmp_path}/nets.py:Towers, 141 parameters" in describe_fleet_plan(config)
+    assert f"# Model: {tmp_path}/nets.py:Towers, 141 parameters" in describe_plan(config)
     assert [each.key for each in named_code(config.dump())][0] == "model.module"
 
 
@@ -107,7 +109,7 @@ def test_what_the_learner_would_refuse_is_refused_before_anything_is_written(tmp
         train(config, tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
     with pytest.raises(PenstockError, match=words):
-        describe_fleet_plan(config)
+        describe_plan(config)
 
 
 def test_a_burn_in_is_the_networks_own_affair(tmp_path: Path):
@@ -129,7 +131,7 @@ def test_a_resume_may_name_another_place_of_a_file_and_nothing_else(run: Path, t
     (checkpoint / "model/config.json").write_text(json.dumps(form))
     config = own(tmp_path, model=model(weights_path="/new/weights.npz"))
     spaces = probe_spaces(config)
-    check_resume(config, spaces, checkpoint)
+    ControlKind(spaces).check_resume(config, checkpoint)
     for other in ({"weights_path": 3}, {"width": 7, "weights_path": "/new/weights.npz"}, {}):
         with pytest.raises(ConfigError, match=r"^model\.kwargs is .*but .* was trained with"):
-            check_resume(own(tmp_path, model=model(**other)), spaces, checkpoint)
+            ControlKind(spaces).check_resume(own(tmp_path, model=model(**other)), checkpoint)

@@ -47,7 +47,7 @@ def test_an_unknown_simulator_is_tried_once():
 
 
 def test_an_evaluation_tries_again_and_a_failure_of_it_is_no_bad_input(tmp_path):
-    open_evaluation_pool(flaky(tmp_path, 2)).close()
+    open_evaluation_pool(flaky(tmp_path, 2), lambda kind, fields: None).close()
     with pytest.raises(RunFailed, match="its port is taken"):
-        open_evaluation_pool(flaky(tmp_path, 99, max_failures_in_row=3))
+        open_evaluation_pool(flaky(tmp_path, 99, max_failures_in_row=3), lambda kind, fields: None)
     assert len(os.listdir(tmp_path)) == 2 + 3

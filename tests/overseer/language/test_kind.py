@@ -180,7 +180,7 @@ def test_learners_and_engines_programs_are_compiled_while_the_policy_is_drawn_an
         programs = {**learner.first_programs(), **of_engine, **learner.programs()}
         for compile_it in programs.values():
             compile_it()
-        assert decoder_digests(LanguageKind().arrays(learner)) == engine._batch.runner.weights.digests()
+        assert decoder_digests(learner.named_arrays()) == engine._batch.runner.weights.digests()
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
     made = ["layers apart", "cache", "decode", "prefill", "insert", "digests", "digests"]

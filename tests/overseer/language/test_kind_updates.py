@@ -45,7 +45,7 @@ def test_a_bottleneck_is_an_event_where_it_changes_and_a_sentence_at_every_updat
     for step, shares in enumerate(idle, start=1):
         updates._idle.of_roles = shares
         updates.add(step, TIMES, ClusterSnapshot(), {})
-        said.append(updates.bottleneck)
+        said.append(log.bottleneck_words)
     assert said[0] == said[4] == "" and said[2].startswith("learner busy 99%")
     events = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "bottleneck"]
     assert [(event["step"], event["part"]) for event in events] == [(2, "learner"), (4, "inference"), (7, "learner")]

@@ -85,7 +85,7 @@ def parameters(run_dir: Path, step: int, drop: tuple[str, ...] = ()) -> np.ndarr
     walk = UpdateWalk(run, run.checkpoint_before(step), (step, step), drop=drop)
     for update in walk.updates:
         walk.make(update)
-    return np.concatenate([np.ravel(array) for array in walk.kind.arrays(walk.learner).values()])
+    return np.concatenate([np.ravel(array) for array in walk.learner.named_arrays().values()])
 
 
 @pytest.fixture(scope="module")

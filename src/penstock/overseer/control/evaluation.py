@@ -42,7 +42,7 @@ from penstock.overseer.control.simulators import (
     start_pool,
 )
 from penstock.overseer.control_config import FleetRunConfig
-from penstock.overseer.evaluation_report import Estimate, plain
+from penstock.overseer.evaluation_report import Estimate, chosen_of, plain
 from penstock.overseer.run_log import failure_in_words
 from penstock.rundir.storage import check_place
 from penstock.types import (
@@ -165,7 +165,8 @@ def evaluate_fleet(
         NoProgressError: the episodes were not over in time.
         CheckpointError: there is no control policy.
     """
-    config = _chosen(config, tasks)
+    chosen = {name: config.fleet.tasks[name] for name in chosen_of(tasks, config.fleet.tasks, "task")}
+    config = config.model_copy(update={"fleet": config.fleet.model_copy(update={"tasks": chosen})})
     model_dir = control_model_directory(checkpoint)
     policy = load_control_policy(model_dir, config.model.module, config.model.kwargs)
     if video_dir is not None:
@@ -193,18 +194,6 @@ def evaluate_fleet(
     if video_dir is None:
         return report
     return replace(report, videos=film_episodes(policy, config, video_dir))
-
-
-def _chosen(config: FleetRunConfig, tasks: Sequence[str] | None) -> FleetRunConfig:
-    if tasks is None:
-        return config
-    known = config.fleet.tasks
-    unknown = [task for task in tasks if task not in known]
-    if unknown or not tasks:
-        what = f"task {unknown[0]!r} is not in the recipe: its" if unknown else "tasks is empty: name some; the"
-        raise ConfigError(f"{what} tasks are {', '.join(known)}")
-    fleet = config.fleet.model_copy(update={"tasks": {task: known[task] for task in tasks}})
-    return config.model_copy(update={"fleet": fleet})
 
 
 FILM_S = 3600.0

@@ -27,10 +27,10 @@ from penstock.model.control import ControlPolicy, named_arrays, with_named_array
 from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
 from penstock.overseer.control.policies import make_evaluation_runner, make_policy
 from penstock.overseer.control.rollout import FollowedWeights
-from penstock.overseer.control.simulators import OnEvent, evaluation_fleet, open_evaluation_pool
+from penstock.overseer.control.simulators import evaluation_fleet, open_evaluation_pool
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.results import BestNews, Results, write_stats
+from penstock.overseer.results import EvaluationLog, Results, write_stats
 from penstock.overseer.run_log import simulators_told
 from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.types import (
@@ -118,30 +118,22 @@ VERSION_POLL_S = 0.2
 class FleetEvaluator:
     """Evaluates versions that are due, in a thread (`run`), or one at once (`evaluate`).
 
+    Simulators' deaths, and an evaluation that failed, are told by events; the run goes on without its numbers.
+
     Args:
+        ctx: Of the component that evaluates.
         config: The run's.
         policy: Its form; weights come with each version.
-        log: Takes metrics by step.
-        on_event: Told of simulators' deaths, and of an evaluation that failed; the run goes on without its numbers.
-        begun: Given the version of an evaluation that is due and begins.
 
     Attributes:
         steps: Simulator steps of all evaluations so far.
     """
 
-    def __init__(
-        self,
-        config: FleetRunConfig,
-        policy: ControlPolicy,
-        log: Callable[[int, Mapping[str, float]], None],
-        on_event: OnEvent,
-        begun: Callable[[int], None] = lambda step: None,
-    ) -> None:
+    def __init__(self, ctx: ComponentContext, config: FleetRunConfig, policy: ControlPolicy) -> None:
         self._config = config
-        self._begun = begun
         self._policy = policy
-        self._log = log
-        self._on_event = on_event
+        self._log = EvaluationLog(ctx, config.overseer.keep_best)
+        self._on_event = simulators_told(ctx)
         self._evaluated_step = 0
         self._taken_step = 0  # further than the other while an evaluation runs
         self._changed = threading.Condition()
@@ -176,7 +168,7 @@ class FleetEvaluator:
         Raises:
             Stopped: `stop` was called.
         """
-        self._begun(version.step)
+        self._log.begin(version.step)
         try:
             results = self.evaluate(version, arrays)
         except Stopped:
@@ -184,7 +176,7 @@ class FleetEvaluator:
         except PenstockError as error:
             self._on_event("evaluation_failed", {"step": version.step, "error": str(error)})
         else:
-            self._log(version.step, metrics_of(results))
+            self._log.metrics(version.step, metrics_of(results))
         self._evaluated_step = version.step
 
     def _next(self) -> tuple[WeightVersion, Mapping[str, Any]] | None:
@@ -265,7 +257,7 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
     """Runs one `FleetEvaluator`: when a version is due, and when the overseer asks.
 
     Args:
-        around: What its host gives it.
+        ctx: What its host gives it.
         settings: The run, with its config, directory and lineage.
         spaces: What the policy sees and does.
         state: Checkpointed; None for a run that begins.
@@ -281,10 +273,7 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
         super().__init__(ctx, settings)
         policy = make_policy(settings.config, spaces)
         self._feed = FollowedWeights(ctx, settings, named_arrays(policy))
-        news = BestNews(ctx.caller("learner-0"), settings.config.overseer.keep_best)
-        self._evaluator = FleetEvaluator(
-            settings.config, policy, news.logged_by(ctx.metrics), simulators_told(ctx), news.begun
-        )
+        self._evaluator = FleetEvaluator(ctx, settings.config, policy)
         if state:
             self._evaluator.restore(state)
         self._one_at_a_time = threading.Lock()

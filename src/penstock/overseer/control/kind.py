@@ -32,7 +32,7 @@ from penstock.overseer.control.simulators import probe_spaces, require_films
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.kind import Factories, LearnerTasks, RunStart, check_kept, make_spec
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.metrics import BUSY, BUSY_SUPPLIER, Bottleneck, ClusterSnapshot, IdleShares
+from penstock.overseer.metrics import BUSY, BUSY_SUPPLIER, Bottleneck, ClusterSnapshot, IdleShares, seconds_of
 from penstock.overseer.progress import CONTROL_LABELS, Progress
 from penstock.overseer.results import Results
 from penstock.overseer.run import PhaseSteps, Run
@@ -85,9 +85,7 @@ class ThroughputTrend:
             ``fleet/steps_per_s``, where it is known; ``time/idle/<role>``: shares between 0 and 1, the learner's of
             the update, inference's lately. Empty where the update took no time.
         """
-        waited_s = metrics.get("time/wait_for_batch", 0.0)
-        worked = ("time/update", "time/checkpoint", "weights/publish_s")
-        whole_s = waited_s + sum(metrics.get(name, 0.0) for name in worked)
+        waited_s, whole_s = seconds_of(metrics)
         now_s = self._clock()
         rates = {name: rate.note(metrics.get(name, 0.0), now_s, whole_s) for name, rate in self._rates.items()}
         if whole_s <= 0:
@@ -176,31 +174,13 @@ class FleetUpdates:
         log: The run's single writer.
         tasks: Of the fleet.
         local: Whether all runs in one process, whose components have no idle times of their own.
-
-    Attributes:
-        step: The learner's version, as far as it was told.
     """
 
     def __init__(self, log: RunLog, tasks: Collection[str], local: bool = False) -> None:
-        self.step = log.step
         self._idle = None if local else IdleShares()
         self._log = log
         self._tasks = tasks
         self._pace = ThroughputTrend()
-
-    @property
-    def bottleneck(self) -> str:
-        """What set the pace lately, in words."""
-        return self._pace.bottleneck.words
-
-    @property
-    def steps_per_s(self) -> float | None:
-        """Simulator steps per second, lately; None where that is not known yet."""
-        return self._pace.steps_per_s
-
-    def begin_at(self, step: int) -> None:
-        """The learner begins with that version."""
-        self.step = self._log.step = step
 
     def begin_phase(self) -> None:
         """Simulators go on."""
@@ -228,7 +208,6 @@ class FleetUpdates:
         self._log.step = step
         self._log.bottleneck(self._pace.bottleneck.part, self._pace.bottleneck.words)
         self._log.metrics(step, values)
-        self.step = step  # whoever sees it finds its metrics
         rewards = {task: values[name] for task in self._tasks if (name := f"fleet/{task}/reward_mean") in values}
         progress = self._log.progress
         progress.reward = rewards
@@ -242,30 +221,6 @@ class FleetUpdates:
             return {}
         self._idle.look(look.reports.values())
         return {f"time/idle/{name}": s for name, s in {**self._idle.of_roles, **self._idle.of_components}.items()}
-
-
-def check_resume(config: FleetRunConfig, spaces: Spaces, checkpoint: Path) -> None:
-    """Compares what a run is to go on with and what its checkpoint was trained with.
-
-    Args:
-        config: The run's, with the changes that were asked for.
-        spaces: Of its simulators.
-        checkpoint: Its folder.
-
-    Raises:
-        ConfigError: they do not fit; the message names every field with both values, and the remedy.
-        CheckpointError: the checkpoint holds no control policy.
-    """
-    trained, trained_spaces = read_control_form(checkpoint / "model")
-    if config.model.module and trained.module:
-        trained = trained.moved(config.model.module, config.model.kwargs)
-    ours, theirs = config.model.model_dump(mode="json"), trained.model_dump(mode="json")
-    check_kept(ours, theirs, checkpoint, lambda name: f"model.{name}")
-    if not spaces.same_form(trained_spaces):
-        raise ConfigError(
-            f"fleet.tasks: {checkpoint} holds a policy for other observations or actions than these simulators have "
-            f"({spaces.differences(trained_spaces)}): resume with the tasks that it was trained on"
-        )
 
 
 ACCELERATED = ("learner",)
@@ -316,7 +271,6 @@ class ControlKind:
 
     Args:
         spaces: What the policy sees and does.
-        factories: By role, of components other than the usual ones.
 
     Attributes:
         spaces: As given.
@@ -324,11 +278,9 @@ class ControlKind:
 
     evaluates = True
 
-    def __init__(self, spaces: Spaces, factories: Factories | None = None) -> None:
+    def __init__(self, spaces: Spaces) -> None:
         self.spaces = spaces
-        self._factories = {**FACTORIES, **(factories or {})}
         self._workers: int | None = None  # when they were drained
-        self._updates: FleetUpdates | None = None
 
     @classmethod
     def of(cls, config: FleetRunConfig) -> Self:
@@ -364,12 +316,22 @@ class ControlKind:
         return RunStart(loaded.policy, None, loaded)
 
     def check_resume(self, config: FleetRunConfig, checkpoint: Path) -> None:
-        """Network and spaces."""
-        check_resume(config, self.spaces, checkpoint)
+        """Compares what a run is to go on with and what its checkpoint was trained with: network and spaces.
 
-    def hosts(self, config: FleetRunConfig) -> Mapping[str, str]:
-        """The learner's weights."""
-        return {"weights.host": config.weights.host} if config.weights.transport == "arrow_flight" else {}
+        Raises:
+            ConfigError: they do not fit; the message names every field with both values, and the remedy.
+            CheckpointError: the checkpoint holds no control policy.
+        """
+        trained, trained_spaces = read_control_form(checkpoint / "model")
+        if config.model.module and trained.module:
+            trained = trained.moved(config.model.module, config.model.kwargs)
+        ours, theirs = config.model.model_dump(mode="json"), trained.model_dump(mode="json")
+        check_kept(ours, theirs, checkpoint, lambda name: f"model.{name}")
+        if not self.spaces.same_form(trained_spaces):
+            raise ConfigError(
+                f"fleet.tasks: {checkpoint} holds a policy for other observations or actions than these simulators "
+                f"have ({self.spaces.differences(trained_spaces)}): resume with the tasks that it was trained on"
+            )
 
     # --- components ----------------------------------------------------------------------------------------------
 
@@ -398,7 +360,7 @@ class ControlKind:
 
     def _spec(self, settings: Settings[FleetRunConfig], role: str, index: int, **more: Any) -> ComponentSpec:
         more = {"spaces": self.spaces.to_values(), **more}
-        return make_spec(settings, self._factories, role, index, accelerated=ACCELERATED, **more)
+        return make_spec(settings, FACTORIES, role, index, accelerated=ACCELERATED, **more)
 
     # --- the learner ---------------------------------------------------------------------------------------------
 
@@ -416,10 +378,6 @@ class ControlKind:
     def update_programs(self, learner: ControlLearner, config: FleetRunConfig) -> Programs:
         """The update of a batch of fragments."""
         return learner.programs(config.replay.fragments_per_batch, config.fleet.fragment_length)
-
-    def arrays(self, learner: ControlLearner) -> Mapping[str, Any]:
-        """The network's."""
-        return learner.named_arrays()
 
     def learner_tasks(self, ctx: ComponentContext, component: LearnerComponent) -> LearnerTasks:
         """None."""
@@ -449,7 +407,7 @@ class ControlKind:
 
     def after_training(self, run: Run) -> PhaseSteps:
         """Nobody acts any more, so that the account of steps closes."""
-        yield from run.tasks.call("learner-0", "publish_last")
+        yield from run.tasks.call("learner-0", "publish")
         names = run.tasks.names("rollout")
         self._workers = len(names) or self._workers
         for name in names:
@@ -467,16 +425,11 @@ class ControlKind:
 
     def make_update_log(self, config: FleetRunConfig, log: RunLog) -> FleetUpdates:
         """Names the bottleneck by the fleet's pace."""
-        self._updates = FleetUpdates(log, config.fleet.tasks, config.runtime == "local")
-        return self._updates
+        return FleetUpdates(log, config.fleet.tasks, config.runtime == "local")
 
     def metrics_of(self, results: Results) -> dict[str, float]:
         """As ``eval/<task>/…``."""
         return metrics_of(results)
-
-    def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
-        """Counts failures of simulators."""
-        run.log.simulators_event(kind, fields)
 
     def failures(self, run: Run) -> tuple[int, str]:
         """Of simulators; they are restarted or given up, and no group fails."""
@@ -485,7 +438,7 @@ class ControlKind:
     def status(self, run: Run) -> dict[str, Any]:
         """Steps by what became of them, how fast they come, and failed simulators."""
         failed, last_failure = self.failures(run)
-        pace = None if self._updates is None else self._updates.steps_per_s
+        pace = run.log.progress.units_per_s
         return {
             "account": run.seen.facts("replay-0").get("account", {}),
             "simulators": {"failed": failed, "last_failure": last_failure},

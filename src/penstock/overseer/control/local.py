@@ -6,7 +6,6 @@ failed ones anew; the evaluator is offered each version when it is published, so
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, cast, final
 
 from typing_extensions import override
@@ -23,7 +22,7 @@ from penstock.overseer.control.simulators import filmed_pool, require_films, wor
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.results import BestNews, write_stats
+from penstock.overseer.results import write_stats
 from penstock.overseer.run_log import simulators_told
 from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.overseer.tasks import LocalComponent
@@ -46,8 +45,7 @@ def local_components(
     config = settings.config
     require_films(config)
     ctx = context("evaluator-0")
-    news = BestNews(ctx.caller("learner-0"), config.overseer.keep_best)
-    evaluator = FleetEvaluator(config, start.policy, news.logged_by(ctx.metrics), simulators_told(ctx), news.begun)
+    evaluator = FleetEvaluator(ctx, config, start.policy)
     if start.checkpoint is not None:
         evaluator.restore(start.checkpoint.states["evaluator"])
     weights = _OfferedWeights(evaluator, config.steps)
@@ -123,22 +121,35 @@ class LocalFleet(ThreadedComponent[FleetRunConfig]):
     ) -> None:
         super().__init__(ctx, settings)
         overseer = settings.config.overseer
-        sink, on_event = CountingSink(replay.opened.buffer, replay.reports.note_delivery), simulators_told(ctx)
+        self._sink = CountingSink(replay.opened.buffer, replay.reports.note_delivery)
+        self._on_event = simulators_told(ctx)
         self._learner = learner
         self._replay = replay
+        self._weights = weights
         self._manager = RolloutManager(
             settings.config.fleet,
-            _WorkerMaker(settings, learner, sink, weights, on_event),
-            on_event=on_event,
+            self._make_worker,
+            on_event=self._on_event,
             reports=replay.reports,
             max_restarts=overseer.max_restarts,
             restart_window_s=overseer.restart_window_s,
         )
         self._over = threading.Event()
 
-    @override
-    def start(self) -> None:
-        self.state, self.doing = "running", "waiting for the learner to train"
+    def _make_worker(self, name: str, incarnation: int) -> RolloutWorkerWrapper:
+        """An incarnation of a worker, with the learner's weights of this moment."""
+        number, on_event = int(name.rpartition("-")[2]), self._on_event
+        config, lineage = self.config, self.settings.lineage
+        learner = cast(ControlLearner, self._learner.learner)
+        runner = make_worker_runner(learner.policy, config, number, WeightVersion(lineage, learner.step), incarnation)
+        runner.compile()
+        worker = f"{name}.{lineage}"  # every life of a run has workers of its own, with fragments of their own
+        pool = worker_pool(config, number, lineage, incarnation, on_event)
+        filmed = filmed_pool(pool, config, self.settings.directory, f"{worker}-{incarnation}", on_event)
+        return RolloutWorkerWrapper(
+            worker, incarnation, config.fleet, filmed or pool, runner, self._sink, self._weights, on_event=on_event,
+            on_batch=(filmed.note,) if filmed else (),
+        )  # fmt: skip
 
     def begin(self) -> None:
         """The learner trains: simulators are started."""
@@ -196,31 +207,6 @@ def _described(worker: WorkerStatus) -> dict[str, Any]:
         "version": None if version is None else [version.lineage, version.step],
         "doing": worker.failure or f"{worker.steps:,} steps",
     }
-
-
-@dataclass(frozen=True, slots=True)
-class _WorkerMaker:
-    """Makes incarnations of rollout workers, with the learner's weights of that moment."""
-
-    settings: Settings[FleetRunConfig]
-    learner: LearnerComponent
-    sink: CountingSink
-    weights: InProcessBroadcaster
-    on_event: Callable[[str, Mapping[str, Any]], None]
-
-    def __call__(self, name: str, incarnation: int) -> RolloutWorkerWrapper:
-        settings, on_event, number = self.settings, self.on_event, int(name.rpartition("-")[2])
-        config, lineage, learner = settings.config, settings.lineage, cast(ControlLearner, self.learner.learner)
-        version = WeightVersion(lineage, learner.step)
-        runner = make_worker_runner(learner.policy, config, number, version, incarnation)
-        runner.compile()
-        worker = f"{name}.{lineage}"  # every life of a run has workers of its own, with fragments of their own
-        pool = worker_pool(config, number, lineage, incarnation, on_event)
-        filmed = filmed_pool(pool, config, settings.directory, f"{worker}-{incarnation}", on_event)
-        return RolloutWorkerWrapper(
-            worker, incarnation, config.fleet, filmed or pool, runner, self.sink, self.weights, on_event=on_event,
-            on_batch=(filmed.note,) if filmed else (),
-        )  # fmt: skip
 
 
 @final

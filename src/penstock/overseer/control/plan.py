@@ -1,6 +1,6 @@
-"""What a control run would consist of, without running it: the resolved config, its memory, its components.
+"""What a control run would consist of, without running it: its policy, its memory, its components.
 
-The text is itself a recipe: everything but the config is a comment. One simulator of each task is made, because only
+One simulator of each task is made, because only
 simulators know what they show; where that is impossible on this machine, the text says why and leaves sizes out.
 
 Memory is estimated by pure functions; nothing is allocated. With P parameters of 4 bytes, observations of o bytes, a
@@ -18,8 +18,7 @@ An upper estimate to decide by; activations of convolutions and heavy simulators
 """
 
 from penstock.overseer.control_config import FleetRunConfig
-from penstock.overseer.estimate import PROCESS_BYTES, bytes_text
-from penstock.rundir.yaml_documents import dump_yaml
+from penstock.overseer.estimate import PROCESS_BYTES, memory_lines
 from penstock.types import LeafSpace, PenstockError, Spaces
 
 SIMULATOR_BYTES = 30 * 2**20
@@ -29,7 +28,7 @@ SIMULATOR_BYTES = 30 * 2**20
 def estimate_fleet_memory(
     config: FleetRunConfig, spaces: Spaces, parameters: int, state_bytes: int = 0
 ) -> dict[str, int]:
-    """The memory of a fleet run on one machine: bytes by purpose, and in all; see the module's docstring.
+    """The memory of a fleet run on one machine: bytes by purpose, see the module's docstring.
 
     Args:
         config: The run's.
@@ -44,7 +43,7 @@ def estimate_fleet_memory(
     fragment_bytes = (fleet.fragment_length + 1) * step_bytes + state_bytes
     waiting = replay.buffer_config().capacity if replay.most_waiting is None else replay.most_waiting
     fragments = 2 * replay.fragments_per_batch + waiting + fleet.workers * fleet.queue_fragments + slots
-    parts = {
+    return {
         "parameters of learner and workers": (2 + fleet.workers) * 4 * parameters,
         "gradients and optimiser state": 4 * 4 * parameters,  # of AdamW, which has most
         "fragments": fragments * fragment_bytes,
@@ -52,17 +51,15 @@ def estimate_fleet_memory(
         "processes of light simulators": fleet.workers * fleet.processes_per_worker * SIMULATOR_BYTES,
         "the process itself": PROCESS_BYTES,
     }
-    return {**parts, "total": sum(parts.values())}
 
 
-def describe_fleet_plan(config: FleetRunConfig) -> str:
-    """The config as YAML, followed by policy, memory estimate and components as comments.
+def fleet_plan_lines(config: FleetRunConfig) -> list[str]:
+    """Policy, memory estimate and components.
 
     Raises:
         ConfigError: a simulator cannot be made here, where the run would make them, or the policy cannot be.
     """
-    comments = [*_size_lines(config), "", "Components:", *_component_lines(config)]
-    return dump_yaml(config.dump()) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments)
+    return [*_size_lines(config), "", "Components:", *_component_lines(config)]
 
 
 def _size_lines(config: FleetRunConfig) -> list[str]:
@@ -88,7 +85,7 @@ def _size_lines(config: FleetRunConfig) -> list[str]:
         f"Actions: {_leaves(spaces.actions)}",
         "",
         "Memory, estimated:",
-        *(f"  {name:<34}{bytes_text(count):>11}" for name, count in memory.items()),
+        *memory_lines(memory),
     ]
 
 

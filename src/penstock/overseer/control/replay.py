@@ -34,12 +34,12 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
         self.now = clock.now
         self._handling, self._receiving = CallCounter(self.activity), CallCounter(self.activity)
         opened = self.opened = open_replay(
+            ctx,
             settings,
             replay.buffer_config(),
             FRAGMENTS,
             FragmentBatchMaker(replay.order, replay.max_samples),
             clock=clock.now,
-            on_damage=self._on_damage,
             writing=self.activity.busy,
         )
         self.reports = FleetReports(config.fleet.stats_window)
@@ -68,7 +68,7 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
 
     @override
     def start(self) -> None:
-        self.state, self.doing = "running", "waiting for the learner to train"
+        super().start()
         self.look(self.ctx.view)
 
     def look(self, view: Membership) -> None:
@@ -101,9 +101,6 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
         super().stop(timeout_s)
         self.opened.buffer.close()
         self.opened.store.close()
-
-    def _on_damage(self, place: str, reason: str) -> None:
-        self.ctx.event("files_damaged", path=place, reason=reason)
 
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         statistics, tasks = self.reports.statistics, self.config.fleet.tasks

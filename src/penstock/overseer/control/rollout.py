@@ -33,7 +33,7 @@ class FollowedWeights:
     """Implements `penstock.types.WeightSource` over a client that follows the learner's broadcaster. Thread-safe.
 
     Args:
-        around: Knows the view.
+        ctx: Knows the view.
         settings: The run, with its config, directory and lineage.
         base: All arrays of the policy, as JAX has them. What is fetched gets their dtypes, and those that do not travel
             since they do not train are taken from here.
@@ -48,7 +48,7 @@ class FollowedWeights:
         *,
         in_training: bool = False,
     ) -> None:
-        self._around, self._base = ctx, base
+        self._ctx, self._base = ctx, base
         self._config = settings.config.weights
         self._token = settings.token
         self._in_training = in_training
@@ -59,7 +59,7 @@ class FollowedWeights:
     @property
     def training(self) -> bool:
         """Whether a learner lives that trains."""
-        learner = self._around.view.peer("learner-0")
+        learner = self._ctx.view.peer("learner-0")
         return learner is not None and bool(learner.address.get("training"))
 
     @property
@@ -116,12 +116,12 @@ class FollowedWeights:
     def _connected(self) -> WeightClient | None:
         if self._closed.is_set():
             raise Stopped("the weights were closed")
-        learner = self._around.view.peer("learner-0")
+        learner = self._ctx.view.peer("learner-0")
         endpoint = None if learner is None else learner.address.get("weights")
         if endpoint is None or (self._in_training and not self.training):
             return None
         if self._client is None:
-            self._client = open_client(endpoint, self._config, self._token, self._around.identity.name)
+            self._client = open_client(endpoint, self._config, self._token, self._ctx.identity.name)
         else:
             self._client.connect(endpoint)
         return self._client
@@ -137,7 +137,7 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
     """Runs one `RolloutWorkerWrapper`.
 
     Args:
-        around: What its host gives it.
+        ctx: What its host gives it.
         settings: The run, with its config, directory and lineage.
         spaces: What the policy sees and does.
     """

@@ -83,7 +83,7 @@ def evaluation_fleet(config: FleetRunConfig) -> FleetConfig:
     return fleet.model_copy(update=changes)
 
 
-def open_evaluation_pool(config: FleetRunConfig, on_event: OnEvent | None = None) -> SimulatorPool:
+def open_evaluation_pool(config: FleetRunConfig, on_event: OnEvent) -> SimulatorPool:
     """The simulators of an evaluation, started; each begins its first episode.
 
     Raises:
@@ -92,7 +92,7 @@ def open_evaluation_pool(config: FleetRunConfig, on_event: OnEvent | None = None
         NoProgressError: it took too long.
     """
     seed = fold(config.seed, "simulators", EVALUATOR_ID)
-    pool = SimulatorPool(evaluation_fleet(config), EVALUATOR_ID, seed, on_event or _nobody)
+    pool = SimulatorPool(evaluation_fleet(config), EVALUATOR_ID, seed, on_event)
     try:
         start_pool(pool, config.fleet)
     except BaseException:
@@ -142,7 +142,3 @@ def probe_spaces(config: FleetRunConfig) -> Spaces:
         raise ConfigError(f"fleet.tasks: no simulator could be made in {most} attempts; the last: {last}") from error
     finally:
         pool.close()
-
-
-def _nobody(kind: str, fields: Mapping[str, Any]) -> None:
-    """Events of simulators that no run counts."""

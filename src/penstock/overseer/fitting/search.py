@@ -72,7 +72,7 @@ def fit(
             check_length(model, run.inference)
     chip = parse_target(target)
     for run, model in runs.values():
-        taken = estimate_memory(model, run.inference, run.learner, chip.platform == "cpu").total_bytes
+        taken = sum(estimate_memory(model, run.inference, run.learner, chip.platform == "cpu").values())
         if taken > _FAR * chip.memory_bytes:
             raise ConfigError(
                 f"by formula the run takes {bytes_text(taken)}, more than {_FAR} times what {chip.label} has "
@@ -248,7 +248,7 @@ def smallest_change(
     on_cpu, capacity = compiler.chip.platform == "cpu", compiler.chip.memory_bytes
 
     def estimated(run: RunConfig, model: ModelConfig) -> int:
-        return estimate_memory(model, run.inference, run.learner, on_cpu).total_bytes
+        return sum(estimate_memory(model, run.inference, run.learner, on_cpu).values())
 
     def changed_runs() -> Iterator[tuple[Change, RunConfig]]:
         apart = adaptable and model.lora is None

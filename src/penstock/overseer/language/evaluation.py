@@ -16,8 +16,8 @@ from penstock.environments import Environment, load_environment
 from penstock.inference.serving import model_directory
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config
-from penstock.overseer.evaluation_report import EvaluationReport, LessonReport
-from penstock.overseer.language.generation import check_count, chosen_lessons, manager_of, version_of
+from penstock.overseer.evaluation_report import EvaluationReport, LessonReport, chosen_of
+from penstock.overseer.language.generation import check_count, manager_of, version_of
 from penstock.overseer.language.given import GivenEnvironment, GivenReward, take_objects
 from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_evaluation, write_parquet
@@ -73,7 +73,7 @@ def evaluate(
         raise ConfigError(f"config {config} trains a control policy: evaluate it by penstock.overseer.evaluate_fleet")
     given = take_objects(known, environment, reward)
     config = given.config
-    chosen = chosen_lessons(config, lessons)
+    chosen = chosen_of(lessons, config.curriculum.lessons, "lesson")
     check_count(n)
     for k in ks or ():
         if not 1 <= k <= generations:

@@ -31,11 +31,11 @@ from penstock.overseer.language.rollout import (
     serving,
 )
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.results import BestNews, write_stats
+from penstock.overseer.results import EvaluationLog, write_stats
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership, Peer
 from penstock.rollout import RolloutManager
 from penstock.rollout.manager import EvalType
-from penstock.rundir import RunDirectory, write_evaluation
+from penstock.rundir import write_evaluation
 from penstock.tracking import conversation_of
 from penstock.types import (
     Caller,
@@ -50,57 +50,33 @@ from penstock.types import (
     WeightVersion,
 )
 
-Log = Callable[[int, Mapping[str, float]], None]
-OnFailure = Callable[[str, EnvironmentFailure | InvalidRolloutError], None]
-Keep = Callable[[str, int, int, Sequence[RolloutBatch]], None]
-"""Takes the label, lineage and step of an evaluation, and what each lesson's gave."""
-
-
-def kept_by(ctx: ComponentContext, directory: RunDirectory) -> Keep:
-    """Keeps evaluations as files of the run, and gives trackers one conversation of each lesson.
-
-    What cannot be written is told by the event `evaluation_not_kept`; the run goes on, and its numbers are logged.
-    """
-
-    def keep(label: str, lineage: int, step: int, batches: Sequence[RolloutBatch]) -> None:
-        chosen = [next(batch.rollouts()) for batch in batches if batch.groups]
-        if chosen:
-            ctx.samples(step, [conversation_of(rollout, "eval") for rollout in chosen])
-        try:
-            write_evaluation(directory, batches, label, lineage, step)
-        except OSError as error:
-            ctx.event("evaluation_not_kept", step, evaluation=label, reason=str(error))
-
-    return keep
-
 
 class Evaluator:
     """Evaluates versions as they start to serve.
 
+    What was said is kept as files of the run, and trackers get one conversation of each lesson, once an evaluation is
+    over; one that was cut short leaves nothing. A lesson whose environment failed altogether is told by the event
+    `evaluation_failed`, what cannot be written by `evaluation_not_kept`; the run goes on without that.
+
     Args:
+        ctx: Of the component that evaluates.
+        settings: The run, with its config and directory.
         manager: Generates, and tells the curriculum of full evaluations.
-        log: Takes metrics by step.
-        on_failure: Told of a lesson whose environment failed altogether; the run goes on without its numbers.
-        keep: Takes what was said, once an evaluation is over; one that was cut short leaves nothing.
         last_lesson: Which lesson the newest group was drawn from, None before the first; for micro evaluations of it.
-        begun: Given the version of a full evaluation that begins.
     """
 
     def __init__(
         self,
+        ctx: ComponentContext,
+        settings: Settings,
         manager: RolloutManager,
-        log: Log,
-        on_failure: OnFailure,
-        keep: Keep = lambda *said: None,
-        last_lesson: Callable[[], str | None] = lambda: None,
-        begun: Callable[[int], None] = lambda step: None,
+        last_lesson: Callable[[], str | None],
     ) -> None:
+        self._ctx = ctx
+        self._directory = settings.directory
+        self._log = EvaluationLog(ctx, settings.config.overseer.keep_best)
         self._manager = manager
-        self._log = log
-        self._on_failure = on_failure
-        self._keep = keep
         self._last_lesson = last_lesson
-        self._begun = begun
         self._evaluated_step = 0
         self._glanced_step = 0
         self._stopping = threading.Event()
@@ -109,11 +85,11 @@ class Evaluator:
         """Runs the evaluation that is due at this version, if any."""
         step, due = version.step, self.due(version.step)
         if due == "eval":
-            self._begun(step)
-            self._log(step, metrics_of(self._attempt(due, step, due, self._lessons), due))
+            self._log.begin(step)
+            self._log.metrics(step, metrics_of(self._attempt(due, step, due, self._lessons), due))
             self._evaluated_step = self._glanced_step = step
         elif due is not None:
-            self._log(step, metrics_of(self._attempt(due, step, due, self._lessons_looked_at()), due))
+            self._log.metrics(step, metrics_of(self._attempt(due, step, due, self._lessons_looked_at()), due))
             self._glanced_step = step
 
     def due(self, step: int) -> EvalType | None:
@@ -146,10 +122,19 @@ class Evaluator:
             except (EnvironmentFailure, InvalidRolloutError) as failure:
                 if self._stopping.is_set():
                     raise Stopped("the evaluation was cut short") from failure
-                self._on_failure(lesson_id, failure)
+                self._ctx.event("evaluation_failed", lesson=lesson_id, error=str(failure))
                 results[lesson_id] = RolloutBatchStats.failed(lesson_id, str(failure))
-        self._keep(label, self._manager.lineage, step, said)
+        self._keep(label, step, said)
         return results
+
+    def _keep(self, label: str, step: int, batches: Sequence[RolloutBatch]) -> None:
+        chosen = [next(batch.rollouts()) for batch in batches if batch.groups]
+        if chosen:
+            self._ctx.samples(step, [conversation_of(rollout, "eval") for rollout in chosen])
+        try:
+            write_evaluation(self._directory, batches, label, self._manager.lineage, step)
+        except OSError as error:
+            self._ctx.event("evaluation_not_kept", step, evaluation=label, reason=str(error))
 
     def evaluate(self, step: int, when: str | None = None) -> dict[str, RolloutBatchStats]:
         """A report on every lesson, by which nothing is decided; one whose every group failed has a `failure`.
@@ -219,18 +204,11 @@ class EvaluatorRole(ThreadedComponent):
         tokenizer = settings.tokenizer()
         self._contexts = RemoteContext(self._pool, tokenizer, ordered=reproducible(settings.config))
         self._context = PinnedContext(self._contexts, self.activity)
-        curriculum = cast(Curriculum, _Reporting(config.curriculum, ctx.caller("replay-0")))
+        replay = ctx.caller("replay-0")
+        curriculum = cast(Curriculum, _Reporting(config.curriculum, replay))
         agents = AgentEndpoint.of(config.inference, tokenizer)
         self._manager = RolloutManager(curriculum, self._context, config.seed, agents=agents)
-        news = BestNews(ctx.caller("learner-0"), config.overseer.keep_best)
-        self._evaluator = Evaluator(
-            self._manager,
-            news.logged_by(ctx.metrics),
-            lambda lesson_id, failure: ctx.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
-            kept_by(ctx, settings.directory),
-            lambda: ctx.caller("replay-0").call("last_lesson", timeout_s=CALL_S),
-            news.begun,
-        )
+        self._evaluator = Evaluator(ctx, settings, self._manager, lambda: replay.call("last_lesson", timeout_s=CALL_S))
         if state is not None:
             self._evaluator.restore(state)
         self._seen: WeightVersion | None = None

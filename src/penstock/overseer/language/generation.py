@@ -21,7 +21,7 @@ from penstock.inference.serving import model_directory
 from penstock.model.language import load_policy
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config
-from penstock.overseer.evaluation_report import LessonReport
+from penstock.overseer.evaluation_report import LessonReport, chosen_of
 from penstock.overseer.run import step_of
 from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_records, write_parquet
@@ -93,7 +93,7 @@ def generate(
         raise ConfigError(f"config {config} trains a control policy: what it does is evaluated, and not generated")
     config, path = loaded, Path(path)
     check_count(n)
-    known, chosen = config.curriculum.lessons, chosen_lessons(config, lessons)
+    known, chosen = config.curriculum.lessons, chosen_of(lessons, config.curriculum.lessons, "lesson")
     if path.suffix not in FORMATS:
         raise ConfigError(f"--out {path} ends in {path.suffix!r}: it must be one of {', '.join(FORMATS)}")
     check_place(path, "--out")
@@ -120,22 +120,6 @@ def check_count(n: int | None) -> None:
     """
     if n is not None and n < 1:
         raise ConfigError(f"n is {n}: give at least 1 prompt per lesson, or leave it out for what the recipe says")
-
-
-def chosen_lessons(config: RunConfig, lessons: Sequence[str] | None) -> list[str]:
-    """The ids of the lessons that are asked for; all of the recipe by default.
-
-    Raises:
-        ConfigError: none is asked for, or one that the recipe does not have.
-    """
-    known = list(config.curriculum.lessons)
-    if lessons is None:
-        return known
-    unknown = [lesson_id for lesson_id in lessons if lesson_id not in known]
-    if unknown or not lessons:
-        what = f"lesson {unknown[0]!r} is not in the recipe: its" if unknown else "lessons is empty: name some; the"
-        raise ConfigError(f"{what} lessons are {', '.join(known)}")
-    return list(lessons)
 
 
 def version_of(source: Path | str | None) -> int:

@@ -49,6 +49,33 @@ was sampled."""
 AnyEngine = TypeVar("AnyEngine", InferenceEngine, ExternalEngine)
 
 
+def serve_weights(
+    ctx: ComponentContext,
+    engine: InferenceEngine | ExternalEngine,
+    version: WeightVersion,
+    arrays: Mapping[str, Any],
+    limit_s: float,
+) -> tuple[WeightVersion, dict[str, str]]:
+    """Returns when an engine serves these arrays: its version then, and the digests of what it computes with.
+
+    Args:
+        ctx: Of the component; the run's log is told.
+        engine: What answers, in this process or driven by it.
+        version: Of the arrays.
+        arrays: By name, those that train.
+        limit_s: Longest wait for an engine of this process; one of another make has limits of its own.
+    """
+    if isinstance(engine, ExternalEngine):
+        digests = engine.set_weights(version, arrays)
+        note_served(ctx, version)
+        return version, digests
+    engine.set_weights(version, arrays)
+    # between two dispatches, and before the first there may be programs to compile
+    engine.wait_until_served(version, limit_s)
+    note_served(ctx, version)
+    return engine.digests(limit_s)
+
+
 class ServingRole(ThreadedComponent, Generic[AnyEngine]):
     """Serves the newest weights that it could fetch, by an engine that a subclass makes.
 
@@ -85,10 +112,6 @@ class ServingRole(ThreadedComponent, Generic[AnyEngine]):
 
     def _look_after(self) -> None:
         """Raises what it failed with."""
-        raise NotImplementedError
-
-    def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
-        """Returns when it serves these arrays: its version then, and the digests of what it computes with."""
         raise NotImplementedError
 
     def _url(self) -> str | None:
@@ -169,7 +192,8 @@ class ServingRole(ThreadedComponent, Generic[AnyEngine]):
                 return  # the lease began during the fetch
             self._verified.clear()
             started = time.perf_counter()
-            served, digests = self._serve(version, arrays)
+            limit_s = self.config.weights.fetch_timeout_s
+            served, digests = serve_weights(self.ctx, self._engine, version, arrays, limit_s)
             self._digests.pop(served, None)  # told anew, behind the others
             self._digests[served] = digests
             self._verified_by = None
@@ -334,14 +358,6 @@ class InferenceRole(ServingRole[InferenceEngine]):
         self._server.raise_if_failed()
 
     @override
-    def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
-        self._engine.set_weights(version, arrays)
-        limit_s = self.config.weights.fetch_timeout_s
-        self._engine.wait_until_served(version, limit_s)
-        note_served(self.ctx, version)
-        return self._engine.digests(limit_s)
-
-    @override
     def _url(self) -> str:
         return reachable(self._server.url)
 
@@ -353,12 +369,14 @@ class InferenceRole(ServingRole[InferenceEngine]):
 
 @final
 class ExternalInference(ServingRole[ExternalEngine]):
-    """A server of another make."""
+    """A server of another make; the learner has it sleep and wake."""
 
     def __init__(self, ctx: ComponentContext, settings: Settings) -> None:
         tokenizer = settings.tokenizer()
         decoder = load_policy(settings.config.model, settings.config.seed, tokenizer)
-        super().__init__(ctx, settings, ExternalEngine(ctx.identity, settings, decoder, tokenizer, ctx.event))
+        engine = ExternalEngine(ctx.identity, settings, decoder, tokenizer, ctx.event)
+        super().__init__(ctx, settings, engine)
+        self.sleep, self.wake = engine.sleep, engine.wake
 
     @override
     def _open(self) -> None:
@@ -370,12 +388,6 @@ class ExternalInference(ServingRole[ExternalEngine]):
             self._engine.watch()
 
     @override
-    def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
-        digests = self._engine.set_weights(version, arrays)
-        note_served(self.ctx, version)
-        return version, digests
-
-    @override
     def _url(self) -> str | None:
         server = self._engine.server
         return None if server is None else server.url
@@ -383,11 +395,3 @@ class ExternalInference(ServingRole[ExternalEngine]):
     @override
     def _close(self, timeout_s: float) -> None:
         self._engine.stop(timeout_s)
-
-    def sleep(self) -> None:
-        """`ExternalEngine.sleep`, for the learner."""
-        self._engine.sleep()
-
-    def wake(self) -> None:
-        """`ExternalEngine.wake`, for the learner."""
-        self._engine.wake()

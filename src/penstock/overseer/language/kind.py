@@ -14,7 +14,7 @@ from penstock.learner import Learner, load_checkpoint
 from penstock.learner.checkpoints import read_state
 from penstock.learner.losses import check_own_loss
 from penstock.learner.reference import check_reference
-from penstock.model.language import Decoder, load_policy, named_arrays
+from penstock.model.language import Decoder, load_policy
 from penstock.model.language.config import ModelConfig, read_shape
 from penstock.model.language.decoder import decoder_digests
 from penstock.model.language.lora import is_adapter
@@ -82,49 +82,6 @@ def _compiling(model: ModelConfig, config: RunConfig) -> LazyPrograms:
     return programs
 
 
-def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
-    """Compares the language model and tokenizer that are asked for with those of the checkpoint to go on from.
-
-    What they were made of may have gone meanwhile: the checkpoint holds all that is needed, and the keys are still
-    compared. Whoever needs the source all the same says so.
-
-    Raises:
-        ConfigError: the model's shape or dtype differs (the message names every field with both values), or the
-            tokenizer does; with the remedy.
-        CheckpointError: the checkpoint holds no language model.
-    """
-    asked, folder = config.model, checkpoint / "model"
-    if same_tokenizer(asked.tokenizer_path, folder) is False:
-        raise ConfigError(
-            f"the tokenizer in {asked.tokenizer_path} is another than that of {checkpoint}: a resumed run keeps its "
-            "tokenizer; leave model.tokenizer and where it was loaded from as they were, or begin a new run"
-        )
-    try:
-        trained = read_shape(folder, asked.dtype, _base_now(config, checkpoint))
-    except (CheckpointError, ConfigError) as error:
-        if is_adapter(folder):  # whose base is not there
-            raise
-        raise CheckpointError(f"{folder} is not the config of a language model: {error}") from error
-    state = read_state(checkpoint)
-    if trained.lora is not None:
-        lora = trained.lora.model_copy(update={"dtype": state["adapter_dtype"]})
-        trained = trained.model_copy(update={"lora": lora})
-    theirs = trained.model_dump(mode="json", exclude=_ELSEWHERE) | {"dtype": state["dtype"]}
-    own = {"dtype", "lora"}
-    try:
-        ours: dict[str, Any] = model_shape(asked).model_dump(mode="json", exclude=_ELSEWHERE)
-    except ConfigError:  # it is not there any more
-        ours = {"dtype": asked.dtype}
-        if asked.lora is not None:
-            ours["lora"] = asked.lora.in_dtype(asked.dtype).model_dump(mode="json")
-    place, remedy = "model.init.", VALUES
-    if asked.init is None:
-        place = f"{asked.directory}: "
-        of_keys = all(ours[name] == theirs[name] for name in ours.keys() - own)
-        remedy = VALUES if of_keys else "leave model.path as it was"
-    check_kept(ours, theirs, checkpoint, lambda name: f"model.{name}" if name in own else f"{place}{name}", remedy)
-
-
 def _base_now(config: RunConfig, checkpoint: Path) -> str | None:
     """Where the base of a checkpoint's adapter lies by the configuration; None: where the adapter names it."""
     return config.model.base_now if is_adapter(checkpoint / "model") else None
@@ -179,10 +136,6 @@ class Updates:
         local: Whether all runs in one process.
         success_threshold: The reward from which a rollout counts as a success.
         offline: Whether the rollouts are stored ones, whose age nobody knows.
-
-    Attributes:
-        step: The learner's version, as far as it was told.
-        bottleneck: What set the pace lately, in words.
     """
 
     def __init__(
@@ -193,18 +146,12 @@ class Updates:
         success_threshold: float = 0.5,
         offline: bool = False,
     ) -> None:
-        self.step = log.step
         self._offline = offline
-        self.bottleneck = ""
         self._log = log
         self._idle = IdleShares()
         self._synchronous, self._local, self._engine_busy_s = synchronous, local, 0.0
         self._pace = Pace()
         self._signal = SignalWatch(success_threshold)
-
-    def begin_at(self, step: int) -> None:
-        """The learner begins with that version."""
-        self.step = self._log.step = step
 
     def begin_phase(self) -> None:
         """What was generated before is none of its pace."""
@@ -234,12 +181,10 @@ class Updates:
         """
         rollouts = self._log.take_rollout_metrics()
         found, shares = self._bottleneck_of(metrics, look)
-        self.bottleneck = found.words
         self._log.step = step
         self._log.bottleneck(found.part, found.words)
         values = {**look.numbers(), **shares, **overseer, **rollouts, **metrics}
         self._log.metrics(step, values)
-        self.step = step  # whoever sees it finds its metrics
         progress = self._log.progress
         self._pace.note_update()
         staleness = None if self._offline else values.get("replay/staleness_mean", 0.0)
@@ -378,12 +323,46 @@ class LanguageKind:
         return RunStart(loaded.decoder, tokenizer, loaded)
 
     def check_resume(self, config: RunConfig, checkpoint: Path) -> None:
-        """Shape, dtype and tokenizer."""
-        check_language_resume(config, checkpoint)
+        """Compares the language model and tokenizer that are asked for with those of the checkpoint to go on from.
 
-    def hosts(self, config: RunConfig) -> Mapping[str, str]:
-        """Inference servers, and the learner's weights."""
-        return {"inference.host": config.inference.host, "weights.host": config.weights.host}
+        What they were made of may have gone meanwhile: the checkpoint holds all that is needed, and the keys are still
+        compared. Whoever needs the source all the same says so.
+
+        Raises:
+            ConfigError: the model's shape or dtype differs (the message names every field with both values), or the
+                tokenizer does; with the remedy.
+            CheckpointError: the checkpoint holds no language model.
+        """
+        asked, folder = config.model, checkpoint / "model"
+        if same_tokenizer(asked.tokenizer_path, folder) is False:
+            raise ConfigError(
+                f"the tokenizer in {asked.tokenizer_path} is another than that of {checkpoint}: a resumed run keeps "
+                "its tokenizer; leave model.tokenizer and where it was loaded from as they were, or begin a new run"
+            )
+        try:
+            trained = read_shape(folder, asked.dtype, _base_now(config, checkpoint))
+        except (CheckpointError, ConfigError) as error:
+            if is_adapter(folder):  # whose base is not there
+                raise
+            raise CheckpointError(f"{folder} is not the config of a language model: {error}") from error
+        state = read_state(checkpoint)
+        if trained.lora is not None:
+            lora = trained.lora.model_copy(update={"dtype": state["adapter_dtype"]})
+            trained = trained.model_copy(update={"lora": lora})
+        theirs = trained.model_dump(mode="json", exclude=_ELSEWHERE) | {"dtype": state["dtype"]}
+        own = {"dtype", "lora"}
+        try:
+            ours: dict[str, Any] = model_shape(asked).model_dump(mode="json", exclude=_ELSEWHERE)
+        except ConfigError:  # it is not there any more
+            ours = {"dtype": asked.dtype}
+            if asked.lora is not None:
+                ours["lora"] = asked.lora.in_dtype(asked.dtype).model_dump(mode="json")
+        place, remedy = "model.init.", VALUES
+        if asked.init is None:
+            place = f"{asked.directory}: "
+            of_keys = all(ours[name] == theirs[name] for name in ours.keys() - own)
+            remedy = VALUES if of_keys else "leave model.path as it was"
+        check_kept(ours, theirs, checkpoint, lambda name: f"model.{name}" if name in own else f"{place}{name}", remedy)
 
     # --- components ----------------------------------------------------------------------------------------------
 
@@ -453,10 +432,6 @@ class LanguageKind:
         """The update's."""
         return learner.update_programs()
 
-    def arrays(self, learner: Learner) -> Mapping[str, Any]:
-        """The decoder's."""
-        return named_arrays(learner.decoder)
-
     def learner_tasks(self, ctx: ComponentContext, component: LearnerComponent) -> LearnerTasks:
         """Warm start and parity probe."""
         preparation = Preparation(ctx, component)
@@ -504,7 +479,7 @@ class LanguageKind:
         reason, step = self._goal(run), run.learner_step() or 0
         if reason and step < run.config.steps:
             run.log.event("goal_reached", step, reason=reason)
-        yield from run.tasks.call("learner-0", "publish_last")
+        yield from run.tasks.call("learner-0", "publish")
         yield from self._until_served(run)
 
     def goal_reached(self, run: Run) -> bool:
@@ -547,12 +522,9 @@ class LanguageKind:
         """As ``eval/<lesson>/…``, or ``eval_report/<lesson>/…`` of problems that are kept apart for reports."""
         return metrics_of(results, "eval")
 
-    def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
-        """Nothing more."""
-
     def failures(self, run: Run) -> tuple[int, str]:
         """Groups whose environment or reward function failed."""
-        return run.seen.failed_groups, run.seen.last_failure
+        return run.seen.failed_groups()
 
     def status(self, run: Run) -> dict[str, Any]:
         """Failed groups."""

@@ -7,6 +7,7 @@ meanwhile, and a version is evaluated before anything is generated with it.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, final
 
 import numpy as np
@@ -22,16 +23,16 @@ from penstock.overseer.assembly import (
     open_replay,
     restore_parts,
 )
-from penstock.overseer.component import LOOK_S, Settings, ThreadedComponent, note_served
+from penstock.overseer.component import LOOK_S, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
-from penstock.overseer.language.evaluator import Evaluator, kept_by
+from penstock.overseer.language.evaluator import Evaluator
 from penstock.overseer.language.external import ExternalEngine
-from penstock.overseer.language.inference import AnyEngine
+from penstock.overseer.language.inference import AnyEngine, serve_weights
 from penstock.overseer.language.replay import ReferenceScores, arrived_examples, problem_rules
-from penstock.overseer.language.rollout import engine_config, located, make_pool
+from penstock.overseer.language.rollout import engine_config, located, make_pool, tell_samples
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.results import BestNews, write_stats
+from penstock.overseer.results import write_stats
 from penstock.overseer.run import step_of
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership
@@ -46,12 +47,10 @@ from penstock.replay import (
     open_rollout_storage,
 )
 from penstock.rollout import RolloutManager, RolloutWorker
-from penstock.tracking import conversation_of
 from penstock.types import (
     Completion,
     InferenceContext,
     RLExample,
-    RolloutBatch,
     RolloutGroup,
     Stopped,
     SupersededVersionError,
@@ -97,15 +96,7 @@ def local_components(
         agents=AgentEndpoint.of(config.inference, start.codec),
     )
     of_evaluator = context("evaluator-0")
-    news = BestNews(of_evaluator.caller("learner-0"), config.overseer.keep_best)
-    evaluator = Evaluator(
-        manager,
-        news.logged_by(log.metrics),
-        lambda lesson_id, failure: log.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
-        kept_by(of_evaluator, settings.directory),
-        lambda: replay.issuer.last_lesson,
-        news.begun,
-    )
+    evaluator = Evaluator(of_evaluator, settings, manager, lambda: replay.issuer.last_lesson)
     names = {environment.name for environment in environments.values()}
     replay = LocalReplay(context("replay-0"), settings, manager, names, log, problem_rules(config, environments))
     rollout = LocalRollout(context("rollout-0"), settings, manager, replay, weights, evaluator)
@@ -166,13 +157,13 @@ class LocalReplay(ThreadedComponent):
             return manager.group_size(lesson_id) if lesson_id in config.curriculum.lessons else 0
 
         self.opened = open_replay(
+            ctx,
             settings,
             config.replay,
             LANGUAGE,
             make_batch_makers(config, environment_names),
             tickets=TicketRules(config.seed, curriculum, group_size_of, problems=problems),
             on_group=on_group,
-            on_damage=log.damage,
         )
         storage = config.rollout.storage
         with config_error_for("rollout.storage.path", storage.path or settings.directory.path):
@@ -204,10 +195,6 @@ class LocalReplay(ThreadedComponent):
     def states(self) -> dict[str, Any]:
         """What belongs into a checkpoint beside the buffer's state."""
         return {"curriculum": self._curriculum.state(), "issuer": self.issuer.state()}
-
-    @override
-    def start(self) -> None:
-        self.state, self.doing = "running", "waiting for the learner to train"
 
     def arrived_under(self, step: int, most: int) -> list[tuple[RLExample, tuple[str, ...]]]:
         """`arrived_examples`."""
@@ -284,14 +271,10 @@ class LocalRollout(ThreadedComponent):
             concurrency=config.concurrency,
             lockstep=config.replay.synchronous,
             evaluate=evaluator,
-            log_samples=self._log_samples,
+            log_samples=partial(tell_samples, ctx, config),
             on_failure=lambda ticket, reason: ctx.event("group_failed", ticket=ticket.ticket_id, reason=reason),
             on_environment=replay.add_environment,
         )
-
-    @override
-    def start(self) -> None:
-        self.state, self.doing = "running", "waiting for the learner to train"
 
     def begin(self) -> None:
         """The learner trains."""
@@ -322,10 +305,6 @@ class LocalRollout(ThreadedComponent):
         self.finish()
         super().stop(timeout_s)
 
-    def _log_samples(self, batch: RolloutBatch) -> None:
-        chosen = list(batch.rollouts())[: self.config.tracking.samples_per_log]
-        self.ctx.samples(0, [conversation_of(rollout) for rollout in chosen])
-
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         worker = self._worker
         counts = {"finished": worker.groups_finished, "failed": worker.groups_failed, "running": worker.running}
@@ -343,6 +322,7 @@ class LocalServing(ThreadedComponent, Generic[AnyEngine]):
     Args:
         ctx: Of the component.
         settings: The run, with its config, directory and lineage.
+        start: The policy that it begins with.
         engine: What answers, in this process or driven by it.
         context: Asks it, for environments.
         weights: Come from here.
@@ -355,6 +335,7 @@ class LocalServing(ThreadedComponent, Generic[AnyEngine]):
         self,
         ctx: ComponentContext,
         settings: Settings,
+        start: RunStart,
         engine: AnyEngine,
         context: InferenceContext,
         weights: InProcessBroadcaster,
@@ -362,6 +343,7 @@ class LocalServing(ThreadedComponent, Generic[AnyEngine]):
         super().__init__(ctx, settings)
         self.context = context
         self._engine, self._weights = engine, weights
+        self._still = (*settings.config.learner.optimizer.frozen, *start.policy.config.still)
         self._held: tuple[WeightVersion, str] | None = None
 
     def connect(self, manager: RolloutManager, rollout: LocalRollout, replay: LocalReplay) -> None:
@@ -370,16 +352,13 @@ class LocalServing(ThreadedComponent, Generic[AnyEngine]):
 
     def set_weights(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         """Returns when they are served, and known to be what the learner made."""
-        served, digests = self._serve(version, arrays)
+        moving, limit_s = trained_arrays(arrays, self._still), self.config.overseer.no_progress_s
+        served, digests = serve_weights(self.ctx, self._engine, version, moving, limit_s)
         self._replay.tell_digests(ENGINE_NAME, served.lineage, served.step, digests)
-
-    def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
-        """Returns when they are served: which version, and the digests of its arrays."""
-        raise NotImplementedError
 
     def end(self) -> None:
         """Ends what answers, within ``overseer.stop_timeout_s``."""
-        raise NotImplementedError
+        self._engine.stop(self.config.overseer.stop_timeout_s)
 
     def _take_offered(self, has_first: bool) -> None:
         """Takes the weights that are offered, unless the worker does, or the engine was made with them."""
@@ -434,25 +413,11 @@ class LocalInference(LocalServing[InferenceEngine]):
         self, ctx: ComponentContext, settings: Settings, start: RunStart, weights: InProcessBroadcaster
     ) -> None:
         config, self._first = settings.config, WeightVersion(settings.lineage, step_of(settings.checkpoint))
-        self._still = (*config.learner.optimizer.frozen, *start.policy.config.still)
         engine = InferenceEngine(
             start.policy, self._first, start.codec, engine_config(config), ENGINE_NAME, start.begun
         )
         context = EngineContext(engine, start.codec, ordered=config.replay.synchronous)
-        super().__init__(ctx, settings, engine, context, weights)
-
-    @override
-    def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
-        limit_s = self.config.overseer.no_progress_s
-        self._engine.set_weights(version, trained_arrays(arrays, self._still))
-        # between two dispatches, and before the first there may be programs to compile
-        self._engine.wait_until_served(version, limit_s)
-        note_served(self.ctx, version)
-        return self._engine.digests(limit_s)
-
-    @override
-    def end(self) -> None:
-        self._engine.stop(self.config.overseer.stop_timeout_s)
+        super().__init__(ctx, settings, start, engine, context, weights)
 
     @override
     def start(self) -> None:
@@ -479,7 +444,7 @@ class LocalInference(LocalServing[InferenceEngine]):
 
 @final
 class LocalExternalInference(LocalServing[ExternalEngine]):
-    """A server of another make beside this process."""
+    """A server of another make beside this process; the learner has it sleep and wake."""
 
     def __init__(
         self, ctx: ComponentContext, settings: Settings, start: RunStart, weights: InProcessBroadcaster
@@ -487,17 +452,12 @@ class LocalExternalInference(LocalServing[ExternalEngine]):
         engine = ExternalEngine(ctx.identity, settings, start.policy, start.codec, ctx.event)
         self._pool = pool = make_pool(settings)
         engine.on_change = lambda server: pool.set_servers([] if server is None else [server])
-        super().__init__(ctx, settings, engine, RemoteContext(pool, start.codec), weights)
+        super().__init__(ctx, settings, start, engine, RemoteContext(pool, start.codec), weights)
+        self.sleep, self.wake = engine.sleep, engine.wake
 
     @override
-    def _serve(self, version: WeightVersion, arrays: Mapping[str, Any]) -> tuple[WeightVersion, dict[str, str]]:
-        digests = self._engine.set_weights(version, arrays)
-        note_served(self.ctx, version)
-        return version, digests
-
-    @override
-    def end(self) -> None:
-        self._engine.stop(self.config.overseer.stop_timeout_s)
+    def stop(self, timeout_s: float) -> None:
+        super().stop(timeout_s)
         self._pool.close()
 
     @override
@@ -510,14 +470,6 @@ class LocalExternalInference(LocalServing[ExternalEngine]):
             while not self.stopping.wait(LOOK_S):
                 self._take_offered(has_first=False)
                 self._engine.watch()
-
-    def sleep(self) -> None:
-        """`ExternalEngine.sleep`, for the learner."""
-        self._engine.sleep()
-
-    def wake(self) -> None:
-        """`ExternalEngine.wake`, for the learner."""
-        self._engine.wake()
 
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         return self._described(self._engine.doing, self._engine.progress, self._engine.server is not None)

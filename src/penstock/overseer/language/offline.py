@@ -7,7 +7,7 @@ Not covered: runs in many processes; there is one component that computes.
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 from typing_extensions import override
 
@@ -66,10 +66,9 @@ class OfflineKind:
 
     def __init__(self, config: RunConfig) -> None:
         language = LanguageKind()
-        self.progress, self.hosts, self.check_resume = language.progress, language.hosts, language.check_resume
-        self.make_learner, self.arrays = language.make_learner, language.arrays
-        self.update_programs = language.update_programs
-        self.metrics_of, self.on_event = language.metrics_of, language.on_event
+        self.progress, self.check_resume = language.progress, language.check_resume
+        self.make_learner, self.update_programs = language.make_learner, language.update_programs
+        self.metrics_of = language.metrics_of
         self._language = language
         self._stored: StoredRollouts | None = None
         self._source = Path(str(config.replay.from_rollouts))
@@ -141,15 +140,10 @@ class OfflineKind:
         """Scores of a reference; with no engine there is no parity to check."""
 
         def reference_logprobs(examples: list[RLExample]) -> Any:
-            return learner().reference_logprobs(examples)
+            return cast(Learner, component.learner).reference_logprobs(examples)
 
         def before_update(batch: TrainingBatch[RLExample]) -> None:
-            learner().coming = component.coming_batch
-
-        def learner() -> Learner:
-            found = component.learner
-            assert isinstance(found, Learner)  # it was made by `make_learner`
-            return found
+            cast(Learner, component.learner).coming = component.coming_batch
 
         return LearnerTasks({"reference_logprobs": reference_logprobs}, before_update=before_update)
 
@@ -216,10 +210,6 @@ class OfflineReplay(ThreadedComponent):
             left_out=dict(stored.left_out),
             epochs=config.steps / self.batches.updates_per_epoch,
         )
-
-    @override
-    def start(self) -> None:
-        self.state, self.doing = "running", "waiting for the learner to train"
 
     def admit(self) -> None:
         """The learner trains."""

@@ -283,6 +283,7 @@ class ReplayRole(ThreadedComponent):
         self._handling, self._receiving = CallCounter(self.activity), CallCounter(self.activity)
         rules = TicketRules(config.seed, self._curriculum, self._group_size, self._curriculum.may_draw, problems or {})
         opened = self._replay = open_replay(
+            ctx,
             settings,
             replay,
             LANGUAGE,
@@ -290,7 +291,6 @@ class ReplayRole(ThreadedComponent):
             tickets=rules,
             clock=clock.now,
             on_group=self._on_group,
-            on_damage=self._on_damage,
             writing=self.activity.busy,
         )
         assert opened.issuer is not None  # there are rules for tickets
@@ -329,7 +329,7 @@ class ReplayRole(ThreadedComponent):
     @override
     def start(self) -> None:
         self._curriculum.start(self._replay.buffer.wake)
-        self.state, self.doing = "running", "waiting for the learner to train"
+        super().start()
         self.look(self.ctx.view)
 
     def look(self, view: Membership) -> None:
@@ -396,9 +396,6 @@ class ReplayRole(ThreadedComponent):
 
     def _on_curriculum_event(self, event: CurriculumEvent) -> None:
         self.ctx.event(event.kind, lesson=event.lesson_id, reason=event.reason)
-
-    def _on_damage(self, place: str, reason: str) -> None:
-        self.ctx.event("files_damaged", path=place, reason=reason)
 
     def _on_quarantine(self, source: str, reason: str) -> None:
         self.ctx.event("rollouts_quarantined", source=source, reason=reason)

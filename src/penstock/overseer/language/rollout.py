@@ -181,6 +181,12 @@ def _accepts(peer: Peer, newest: int) -> bool:
     return not (address.get("draining") or (address.get("held_back") and address["step"] < newest))
 
 
+def tell_samples(ctx: ComponentContext, config: RunConfig, batch: RolloutBatch) -> None:
+    """Some of a batch's conversations are for the trackers."""
+    chosen = list(batch.rollouts())[: config.tracking.samples_per_log]
+    ctx.samples(0, [conversation_of(rollout) for rollout in chosen])
+
+
 class RolloutRole(ThreadedComponent):
     """Runs one `RolloutWorker`."""
 
@@ -207,7 +213,7 @@ class RolloutRole(ThreadedComponent):
             config.rollout,
             concurrency=config.concurrency,
             lockstep=reproducible(config),
-            log_samples=self._log_samples,
+            log_samples=partial(tell_samples, ctx, config),
             on_failure=lambda ticket, reason: ctx.event("group_failed", ticket=ticket.ticket_id, reason=reason),
             on_environment=self._tell_environment,
             context_of=self._context_of,
@@ -265,10 +271,6 @@ class RolloutRole(ThreadedComponent):
     def _tell_environment(self, lesson_id: str, metrics: Mapping[str, float]) -> None:
         with suppress(UnreachableError):  # numbers only: the buffer is being replaced
             self.ctx.caller("replay-0").call("add_environment", lesson_id, dict(metrics), timeout_s=CALL_S)
-
-    def _log_samples(self, batch: RolloutBatch) -> None:
-        chosen = list(batch.rollouts())[: self.config.tracking.samples_per_log]
-        self.ctx.samples(0, [conversation_of(rollout) for rollout in chosen])
 
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         worker = self._worker

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.overseer.launch.launcher import Component, Factory
+from penstock.overseer.launch.launcher import Component, Factory, PeerCaller
 from penstock.overseer.supervisor.messages import (
     REFUSALS,
     ComponentMessage,
@@ -330,7 +330,7 @@ class ComponentHost:
 
     def caller(self, name: str) -> Caller:
         """Calls the living incarnation of another component, whichever that is at the time of each call."""
-        return _Caller(self, name)
+        return PeerCaller(name, self.call_peer)
 
     def call_peer(self, name: str, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         """Calls whichever incarnation lives; errors as of `Caller.call`."""
@@ -393,12 +393,3 @@ class ComponentHost:
         if self._failure is not None:
             return self._failure
         return ComponentStatus("starting", "making the component")
-
-
-class _Caller:
-    def __init__(self, host: ComponentHost, name: str) -> None:
-        self._host = host
-        self._name = name
-
-    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        return self._host.call_peer(self._name, method, args, timeout_s)

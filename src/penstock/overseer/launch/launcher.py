@@ -6,7 +6,7 @@ others through its surroundings alone, so it does not know which launcher runs i
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 from penstock.overseer.config import RoleConfig
 from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership, Report
@@ -68,6 +68,24 @@ class ComponentContext(Protocol):
     def samples(self, step: int, conversations: list[Any]) -> None:
         """Sample conversations for the trackers."""
         ...
+
+
+@final
+class PeerCaller:
+    """Implements `penstock.types.Caller` for one component.
+
+    Args:
+        name: The component's.
+        call: (name, method, arguments, limit in seconds) → what the living incarnation's method returned.
+    """
+
+    def __init__(self, name: str, call: Callable[[str, str, tuple[Any, ...], float], Any]) -> None:
+        self._name = name
+        self._call = call
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Calls it; errors as of `Caller.call`."""
+        return self._call(self._name, method, args, timeout_s)
 
 
 Factory = Callable[[ComponentContext, Mapping[str, Any]], Component]

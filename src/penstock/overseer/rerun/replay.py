@@ -294,7 +294,7 @@ class UpdateWalk:
             return None
         kept = self.kind.make_learner(self._learner_config, self._run.start(path))
         return _same(kept.state_arrays(), self.learner.state_arrays()) and _same(
-            self.kind.arrays(kept), self.kind.arrays(self.learner)
+            kept.named_arrays(), self.learner.named_arrays()
         )
 
 

@@ -376,16 +376,12 @@ PACKAGES = ("penstock", "jax", "jaxlib", "equinox", "optax", "numpy")
 """Those that an update is computed with."""
 
 
-def compute_as_recorded(path: Path, time_s: float = math.inf) -> None:
-    """Has this process compute as the run's learner did, with as many threads and the same flags of XLA.
+def compute_as_recorded(path: Path) -> None:
+    """Has this process compute as the learner of a run directory did last, with as many threads and XLA's flags.
 
     Only before JAX has computed anything here. What makes XLA write files is left out.
-
-    Args:
-        path: Of a run directory.
-        time_s: When the learner computed so, in Unix seconds; by default the last time.
     """
-    recorded = _arithmetic_at(RunDirectory(path), time_s)
+    recorded = _arithmetic_at(RunDirectory(path), math.inf)
     if recorded:
         flags = [word for word in str(recorded["xla_flags"]).split() if "dump" not in word]
         os.environ["XLA_FLAGS"] = " ".join(flags)

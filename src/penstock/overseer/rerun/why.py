@@ -30,7 +30,7 @@ from penstock.overseer.rerun.replay import UpdateWalk
 from penstock.overseer.rerun.stored_run import StoredRun
 from penstock.rundir import RescoredRollout, RunDirectory, write_rescored
 from penstock.text import Tokenizer
-from penstock.text.safe_text import printable
+from penstock.text.safe_text import printable, shortened
 from penstock.types import ConfigError, RLExample, RolloutRecord
 
 MOST = 10
@@ -219,17 +219,16 @@ def _lines(place: int, rollout: ExplainedRollout) -> list[str]:
     ]
     for span, text in zip(found.spans, rollout.spans, strict=True):
         numbers = f"|gradient| {span.gradient_norm:.3g}  inner product {span.inner_product:.3g}"
-        lines.append(f"      {span.start}–{span.stop}  {numbers}  {_shortened(text)}")
+        lines.append(f"      {span.start}–{span.stop}  {numbers}  {_in_a_line(text)}")
     return lines
 
 
 def _texts(rollout: ExplainedRollout) -> str:
-    return f"{_shortened(rollout.prompt)} → {_shortened(rollout.response)}"
+    return f"{_in_a_line(rollout.prompt)} → {_in_a_line(rollout.response)}"
 
 
-def _shortened(text: str) -> str:
-    line = printable(" ".join(text.split()))
-    return line if len(line) <= _LONGEST_TEXT else f"{line[: _LONGEST_TEXT - 1]}…"
+def _in_a_line(text: str) -> str:
+    return shortened(" ".join(text.split()), _LONGEST_TEXT)
 
 
 def explain_update(run_dir: Path | str, step: int, trust: bool = False) -> WhyReport:
