@@ -66,6 +66,17 @@ def test_the_recipe_and_better_shapes_are_measured_within_the_time(monkeypatch):
     assert "fleet.envs_per_worker=4" in console.file.getvalue()
 
 
+def test_why_a_shape_failed_is_told_whole_beside_what_is_proposed():
+    shape, failure = Shape(1, 4, 1, 2, 0.0), f"simulator 3 was given up: {'x' * 200} (sims.py:70)"
+    measured = Measurement(shape, 900.0, 1.5, 0.2)
+    other = Measurement(Shape(1, 8, 1, 4, 0.0), 0.0, 0.0, 0.0, failure)
+    console = Console(file=io.StringIO(), width=80)
+    AutotuneReport(shape, (measured, other), 9.0).print(console)
+    told = console.file.getvalue()
+    assert f"failed: {other.shape.words()}: {failure}\n" in told and "900" in told
+    assert told.rstrip().endswith(shape.words())
+
+
 def slow_to_reset(seconds: float, **limits: float) -> FleetRunConfig:
     task = {"id": "synthetic", "kwargs": {"reset_s": seconds, "episode_steps": 1 << 30, **FLAT}}
     fleet = {"tasks": {"pole": task}, "envs_per_worker": 2, "limits": limits}

@@ -146,7 +146,7 @@ class AutotuneReport:
             table.add_column(column, justify="right")
         for measured in self.measurements:
             shape = measured.shape
-            numbers = (measured.failure[:80], "", "")
+            numbers = ("failed", "", "")
             if not measured.failure:
                 numbers = (
                     f"{measured.steps_per_s:,.0f}",
@@ -162,6 +162,10 @@ class AutotuneReport:
         if self.proposal is None:
             console.print(f"no shape could be measured: {self.best.failure}", soft_wrap=True, highlight=False)
             return
+        for measured in self.measurements:
+            if measured.failure:
+                line = f"failed: {measured.shape.words()}: {measured.failure}"
+                console.print(line, soft_wrap=True, highlight=False)
         console.print(f"measured for {self.seconds:.0f} s, without a learner; try:", highlight=False)
         console.print(f"  {self.proposal}", soft_wrap=True, highlight=False, style="cyan")
 
