@@ -229,7 +229,7 @@ def test_the_largest_request_of_a_run_is_taken(remote, local):
     stops = tuple("\x01" * (LONGEST_STOP_STRING - number) for number in range(MOST_STOP_STRINGS))
     decoding = Decoding(max_output_tokens=2, stop_strings=stops)
     (request,) = module.PenstockDialect().requests(
-        GenerationCall(prompts("a"), 1, decoding, [1]), remote.tokenizer, "policy", None, None
+        GenerationCall(prompts("a"), 1, decoding, [1]), remote.tokenizer, "policy", None
     )
     assert len(request.body) > SMALL_BODY_BYTES
     answers = [context.generate(prompts("a", "b"), 1, decoding, [1, 2]) for context in (remote, local)]

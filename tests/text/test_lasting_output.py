@@ -24,7 +24,7 @@ import sys
 from penstock import cli
 from penstock.overseer import training
 class Conductor:
-    step, complete, training_s, lessons, failed_groups, last_failure, results = 3, True, 1.0, {}, 0, "", {}
+    step, complete, training_s, lessons, failures, results = 3, True, 1.0, {}, (0, ""), {}
     newest_metrics = {}
     class log:
         class progress:

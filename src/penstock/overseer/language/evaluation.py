@@ -85,9 +85,9 @@ def evaluate(
     model_dirs = [model_directory(str(one)) for one in sources]
     if rollouts_path is not None:
         rollouts_path = Path(rollouts_path)
+        check_place(rollouts_path, "--rollouts")
         if rollouts_path.suffix != ".parquet":
             raise ConfigError(f"--rollouts {rollouts_path} is written as Parquet: let its name end in .parquet")
-        check_place(rollouts_path, "--rollouts")
     asked = n if n is not None else config.curriculum.eval_n_examples
     found: list[Found] = []
     seconds: list[float] = []
