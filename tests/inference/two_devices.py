@@ -126,10 +126,10 @@ def test_sums_and_scores_cross_between_devices_but_never_weights_or_cache(make_d
     }  # fmt: skip
     tokens = np.zeros((2, 8), np.int32)
     assert sum(collectives(programs.prefill, weights, tokens).values()) == 3  # of the last layer only keys and values
-    held, prefilled = cache.keys[0], programs.prefill(weights, tokens).keys[0]
-    assert collectives(programs.insert, held, prefilled, Moves.of({0: (1, 8)}, 4, 8)) == {}
-    assert collectives(programs.fork, held, Moves.of({0: (1, 8)}, 4, 16)) == {}
-    assert collectives(programs.resize, held, window=64) == {}
+    prefilled = programs.prefill(weights, tokens)
+    assert collectives(programs.insert, cache, prefilled, Moves.of({0: (1, 8)}, 4, 8)) == {}
+    assert collectives(programs.fork, cache, Moves.of({0: (1, 8)}, 4, 16)) == {}
+    assert collectives(programs.resize, cache.keys[0], window=64) == {}
 
 
 @pytest.mark.slow

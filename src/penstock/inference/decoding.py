@@ -121,26 +121,30 @@ class Moves(NamedTuple):
         return cls(*jax.device_put((*found, np.int32(len(pages)))))
 
 
-def insert(
-    cached: Float[Array, "slots kv_heads window head_dim"],
-    prefilled: Float[Array, "rows kv_heads length head_dim"],
-    moves: Moves,
-) -> Float[Array, "slots kv_heads window head_dim"]:
+def insert(cache: KVCache, prefilled: KVCache, moves: Moves) -> KVCache:
     """Copies pages of prefilled prompts into slots, and touches nothing else.
 
+    One loop for all layers: on GPUs the host is asked at each turn of a loop whether it goes on.
+
     Args:
-        cached: An array of the cache; its window is at least the prefill's.
-        prefilled: The same array of the prefill's cache, whose slots are its rows.
+        cache: Its window is at least the prefill's.
+        prefilled: Its slots are the rows of the prefill.
         moves: In pages of the prefill's length; the n samples of a prompt name the same row.
     """
-    return lax.fori_loop(0, moves.count, lambda number, into: _moved(into, prefilled, moves, number), cached)
+
+    def move(number: Array, into: KVCache) -> KVCache:
+        return jax.tree.map(lambda held, new: _moved(held, new, moves, number), into, prefilled)
+
+    return lax.fori_loop(0, moves.count, move, cache)
 
 
-def fork(
-    cached: Float[Array, "slots kv_heads window head_dim"], moves: Moves
-) -> Float[Array, "slots kv_heads window head_dim"]:
-    """Copies pages of slots that are no target themselves into others."""
-    return lax.fori_loop(0, moves.count, lambda number, into: _moved(into, into, moves, number), cached)
+def fork(cache: KVCache, moves: Moves) -> KVCache:
+    """Copies pages of slots that are no target themselves into others, likewise."""
+
+    def move(number: Array, into: KVCache) -> KVCache:
+        return jax.tree.map(lambda held: _moved(held, held, moves, number), into)
+
+    return lax.fori_loop(0, moves.count, move, cache)
 
 
 def _moved(into: Array, source: Array, moves: Moves, number: Array) -> Array:

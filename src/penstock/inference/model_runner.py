@@ -66,8 +66,8 @@ class CompiledSteps(NamedTuple):
     decode: Callable[..., Any]
     prefill: Callable[..., KVCache]
     extend: Callable[..., KVCache]
-    insert: Callable[..., Array]
-    fork: Callable[..., Array]
+    insert: Callable[..., KVCache]
+    fork: Callable[..., KVCache]
     resize: Callable[..., Array]
     score: Callable[..., Any]
 
@@ -81,8 +81,8 @@ def _jitted(options: Any = None, split: "ModelSplit | None" = None) -> CompiledS
         decode=jit(decode, static_argnames=HOW_DECODED, donate_argnames="cache", **answers),
         prefill=jit(prefill, static_argnames="kernel", **caches),
         extend=jit(extend, donate_argnames="cache", **caches),
-        insert=jit(insert, donate_argnames="cached", **caches),
-        fork=jit(fork, donate_argnames="cached", **caches),
+        insert=jit(insert, donate_argnames="cache", **caches),
+        fork=jit(fork, donate_argnames="cache", **caches),
         resize=jit(resize, static_argnames="window", **caches),
         score=jit(score, static_argnames="alternatives", donate_argnames="cache", **answers),
     )
@@ -268,7 +268,7 @@ class ModelRunner:
     def insert(self, entries: KVCache, rows: Mapping[int, tuple[int, int]]) -> None:
         """Copies entries of another cache, whose window is not longer, into slots: of which row, and how many."""
         moves = Moves.of(rows, self._config.max_slots, entries.window)
-        self._cache = jax.tree.map(lambda *arrays: self._programs.insert(*arrays, moves), self._cache, entries)
+        self._cache = self._programs.insert(self._cache, entries, moves)
 
     @property
     def whole(self) -> int | None:
@@ -330,7 +330,7 @@ class ModelRunner:
         """
         self._need(_FORK.format(self.window))
         moves = Moves.of(sources, self._config.max_slots, self.window)
-        self._cache = jax.tree.map(lambda cached: self._programs.fork(cached, moves), self._cache)
+        self._cache = self._programs.fork(self._cache, moves)
 
     def wait(self) -> float:
         """Waits until the cache is as the last program leaves it; the moment of this process's monotonic clock."""
@@ -427,7 +427,7 @@ class ModelRunner:
             return run.score.lower(self._weights, cache, text, start, temperature, alternatives=self._told).compile()
 
         def keeps(text: int, window: int) -> object:
-            cache, scored = self._cache_shape(config.max_slots, window).keys[0], self._cache_shape(1, text).keys[0]
+            cache, scored = self._cache_shape(config.max_slots, window), self._cache_shape(1, text)
             return run.insert.lower(cache, scored, Moves.of({}, config.max_slots, text)).compile()
 
         found: dict[str, Callable[[], object]] = {}
@@ -526,14 +526,14 @@ class ModelRunner:
                 lower = functools.partial(run.prefill.lower, weights, tokens, kernel=self._prefill_kernel(length))
                 found.setdefault(_PREFILL.format(count, length), lower)
                 found[_INSERT.format(count, length, window)] = functools.partial(
-                    run.insert.lower, cache.keys[0], prefilled.keys[0], Moves.of({}, config.max_slots, length)
+                    run.insert.lower, cache, prefilled, Moves.of({}, config.max_slots, length)
                 )
             for size in self._extensions(window):
                 tokens, zero = np.zeros(size, np.int32), np.int32(0)
                 lower = functools.partial(run.extend.lower, weights, cache, tokens, zero, zero)
                 found[_EXTEND.format(size, window)] = lower
             found[_FORK.format(window)] = functools.partial(
-                run.fork.lower, cache.keys[0], Moves.of({}, config.max_slots, window)
+                run.fork.lower, cache, Moves.of({}, config.max_slots, window)
             )
         for window, other in [*pairwise(self._windows), *pairwise(reversed(self._windows))]:
             found[_RESIZE.format(window, other)] = functools.partial(

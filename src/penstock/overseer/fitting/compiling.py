@@ -157,7 +157,7 @@ class RunShapes:
 
     @functools.cached_property
     def engine_programs(self) -> dict[str, Lowering]:
-        """Decoding and prefill at their largest; what moves one layer's cache about, or takes it from new weights."""
+        """Decoding and prefill at their largest; what moves the cache about, or takes a layer from new weights."""
         run: Any = ONE_DEVICE
         slots, window = self.engine.max_slots, self.engine.max_seq_len
         cache = self.cache(slots, window)
@@ -165,7 +165,7 @@ class RunShapes:
         steps = self.engine.steps_per_dispatch
         found = {
             "decode": functools.partial(run.decode.lower, self.weights, cache, rows, steps=steps),
-            "fork": functools.partial(run.fork.lower, cache.keys[0], Moves.of({}, slots, window)),
+            "fork": functools.partial(run.fork.lower, cache, Moves.of({}, slots, window)),
         }
         if not isinstance(self.decoder.layers, tuple):  # beside an adapter the base stays as it lies
             found["swap, a layer"] = functools.partial(layer_of.lower, self.decoder.layers, np.int32(0))
@@ -178,8 +178,8 @@ class RunShapes:
             kernel = attention_kernel("auto", self._platform, length, self.model.dtype, self.model.head_dim)
             prefill = functools.partial(run.prefill.lower, self.weights, tokens, kernel=kernel)
             found[f"prefill, {prompts}"] = prefill
-            prefilled, nowhere = self.cache(count, length).keys[0], Moves.of({}, slots, length)
-            found[f"insert, {prompts}"] = functools.partial(run.insert.lower, cache.keys[0], prefilled, nowhere)
+            prefilled, nowhere = self.cache(count, length), Moves.of({}, slots, length)
+            found[f"insert, {prompts}"] = functools.partial(run.insert.lower, cache, prefilled, nowhere)
         return found
 
 
