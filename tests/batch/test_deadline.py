@@ -28,6 +28,22 @@ def test_all_groups_due_go_even_if_more_than_asked(add):
     assert groups_of(maker.create_batch(2)) == ["a-0-0", "a-0-1", "a-0-2"]
 
 
+def test_what_was_taken_before_its_deadline_is_not_due_again(add):
+    maker = DeadlineBatchMaker(max_samples=2)
+    for index in range(3):
+        add(maker, f"a-0-{index}", deadline_step=5)
+    assert groups_of(maker.create_batch(1)) == ["a-0-0"]
+    maker.set_step(5)
+    assert groups_of(maker.create_batch(1)) == ["a-0-1", "a-0-2"]
+
+
+def test_the_oldest_is_who_came_first_whatever_its_ticket(add):
+    maker = DeadlineBatchMaker()
+    for group_id in ("b-0-9", "a-0-0"):
+        add(maker, group_id)
+    assert groups_of(maker.create_batch(1)) == ["b-0-9"]
+
+
 def test_an_overdue_group_and_one_without_a_deadline(add):
     maker = DeadlineBatchMaker()
     add(maker, "a-0-0", None)

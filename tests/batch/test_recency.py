@@ -146,7 +146,7 @@ def test_advantages_of_single_rollouts_are_those_of_the_whole_group(add):
     maker = RecencyBatchMaker(unit="rollout", max_samples=1)
     add(maker, "a-0-0", rewards=(0.0, 1.0, 0.0))
     maker.create_batch(4)
-    maker.discard(["a-0-0/0"])
+    maker.discard(["a-0-0/0", "a-0-0/0"])
     found = advantages_of(maker.create_batch(1)) | advantages_of(maker.create_batch(1))
     assert found == {"a-0-0/1": 1.0, "a-0-0/2": -0.5}
 
@@ -181,6 +181,12 @@ def test_metadata_names_groups_once_and_counts_flat_ones(add, unit, size):
     assert facts["metrics"]["train/zero_variance_groups"] == pytest.approx(1 / 3)
     assert facts["metrics"]["train/reward_mean"] == 0.75
     assert (maker.unit, maker.environment_name, maker.dropped()) == (unit, None, [])
+
+
+def test_whether_a_group_is_flat_is_asked_of_all_of_it(add):
+    maker = RecencyBatchMaker(unit="rollout")
+    add(maker, "a-0-0", rewards=(0.0, 1.0))
+    assert maker.get_batch_metadata(maker.create_batch(1))["metrics"]["train/zero_variance_groups"] == 0.0
 
 
 def test_no_more_groups_with_a_deadline_are_taken_than_fill_the_batch(add):
