@@ -56,7 +56,7 @@ def test_every_array_travels_with_its_tokens_and_padding_is_neutral(lengths):
         for example, values in zip(examples, unpack(list(getattr(batch, name)), placements), strict=True):
             np.testing.assert_array_equal(values, getattr(example, name))
     padding = batch.segment_ids == 0
-    assert padding.sum() == padding.size - sum(lengths)
+    assert padding.sum() == padding.size - sum(lengths) and batch.loss_mask.dtype == np.bool_
     assert not batch.loss_mask[padding].any()
     assert (batch.temperature[padding] == 1).all()
     assert (batch.weight_steps[padding] == -1).all()
