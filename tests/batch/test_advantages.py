@@ -90,6 +90,7 @@ def test_signal_is_a_difference_between_valid_rewards(make_group):
     assert not has_signal(make_group([1, 1]))
     assert not has_signal(make_group([1, 0, 1], empty=(1,)))
     assert not has_signal(make_group([1]))
+    assert not has_signal(make_group([1, 0], empty=(0, 1)))
 
 
 def _group(rewards: list[float]) -> RolloutGroup:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.batch import DeadlineBatchMaker, GrpoBatchMaker, RecencyBatchMaker, compute_advantages, pack, rloo, turn
+from penstock.batch.advantages import rewards_to_go
 from penstock.batch.config import BatchMakerConfig
 from penstock.batch.factory import make_batch_maker
 from penstock.rundir import records_from_table, table_from_records
@@ -106,6 +107,25 @@ def test_equal_endings_give_exactly_zero_whatever_came_before():
     assert first == second == 0.0
 
 
+def test_episodes_that_earn_the_same_by_other_ways_have_exactly_zero():
+    """.6 + .1 of float32 is not .7; the episodes' rewards are equal."""
+    group = group_of([0.6, 0.1], [0.7])
+    for rollout in group.rollouts:
+        object.__setattr__(rollout, "episode_reward", 0.7)
+    assert of_turns(group) == [[0.0, 0.0], [0.0]]
+    assert [to_go[0] for to_go in rewards_to_go(group)] == [np.float32(0.7)] * 2
+
+
+def test_what_stands_before_the_first_turn_counts_to_it():
+    """A reward of 1 for what the environment said first, of 2 for the second answer, against 1 for another's first."""
+    group = group_of([0, 0], [1, 0])
+    told = group.rollouts[0]
+    told.response_mask[:] = [False, True, False, True, True]
+    told.token_rewards[:] = [1, 0, 0, 0, 2]
+    object.__setattr__(told, "episode_reward", 3.0)
+    assert [advantages.tolist() for advantages in turn(group)] == [[0, 2, 0, 2, 2], [-2, -2, 0, -2, -2]]
+
+
 def test_reward_that_falls_between_two_turns_belongs_to_the_one_before():
     group = group_of([0, 0], [0, 0])
     group.rollouts[0].token_rewards[SAID] = 3.0  # at what the environment said
@@ -120,6 +140,7 @@ def test_a_cut_conversation_counts_and_an_aborted_or_an_empty_one_does_not():
     empty.response_mask[:] = False
     found = turn(RolloutGroup("k", (conversation([1, 1], 0), cut, aborted, empty)))
     assert [advantages.tolist() for advantages in found] == [[2, 2, 0, 0, 0], [-2, -2], [0] * 5, [0, 0]]
+    assert [to_go.tolist() for to_go in rewards_to_go(RolloutGroup("k", (aborted, empty)))] == [[0] * 5, [0, 0]]
 
 
 def test_a_group_without_a_valid_member_has_zeros():

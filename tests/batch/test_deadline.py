@@ -28,6 +28,22 @@ def test_all_groups_due_go_even_if_more_than_asked(add):
     assert groups_of(maker.create_batch(2)) == ["a-0-0", "a-0-1", "a-0-2"]
 
 
+def test_what_was_taken_before_its_deadline_is_not_due_again(add):
+    maker = DeadlineBatchMaker(max_samples=2)
+    for index in range(3):
+        add(maker, f"a-0-{index}", deadline_step=5)
+    assert groups_of(maker.create_batch(1)) == ["a-0-0"]
+    maker.set_step(5)
+    assert groups_of(maker.create_batch(1)) == ["a-0-1", "a-0-2"]
+
+
+def test_the_oldest_is_who_came_first_whatever_its_ticket(add):
+    maker = DeadlineBatchMaker()
+    for group_id in ("b-0-9", "a-0-0"):
+        add(maker, group_id)
+    assert groups_of(maker.create_batch(1)) == ["b-0-9"]
+
+
 def test_an_overdue_group_and_one_without_a_deadline(add):
     maker = DeadlineBatchMaker()
     add(maker, "a-0-0", None)
@@ -98,11 +114,12 @@ def test_metadata_names_groups_rollouts_and_rewards(add):
     maker = DeadlineBatchMaker()
     add(maker, "a-0-0", rewards=(0.0, 1.0))
     add(maker, "a-0-1", rewards=(1.0, 1.0))
-    metadata = maker.get_batch_metadata(maker.create_batch(2))
-    assert metadata["group_ids"] == ("a-0-0", "a-0-1")
-    assert metadata["rollout_ids"] == ("a-0-0/0", "a-0-0/1", "a-0-1/0", "a-0-1/1")
+    add(maker, "a-0-2", rewards=(0.0, 1.0, 1.0, 1.0))
+    metadata = maker.get_batch_metadata(maker.create_batch(3))
+    assert metadata["group_ids"] == ("a-0-0", "a-0-1", "a-0-2")
+    assert metadata["rollout_ids"][:5] == ("a-0-0/0", "a-0-0/1", "a-0-1/0", "a-0-1/1", "a-0-2/0")
     assert metadata["metrics"]["train/reward_mean"] == 0.75
-    assert metadata["metrics"]["train/zero_variance_groups"] == 0.5
+    assert metadata["metrics"]["train/zero_variance_groups"] == pytest.approx(1 / 3)
     assert metadata["metrics"]["train/response_tokens"] == 1.0
 
 
@@ -148,6 +165,32 @@ def test_a_deadline_may_follow_a_batch(add):
     assert groups_of(maker.create_batch(1)) == ["a-0-2"]
     assert groups_of(maker.create_batch(1)) == ["a-0-1"]
     assert maker.create_batch(1) is None
+
+
+def test_a_deadline_that_follows_a_use_changes_the_order_and_no_count(add):
+    maker = DeadlineBatchMaker(max_samples=-1)
+    for index in range(2):
+        add(maker, f"a-0-{index}")
+    maker.create_batch(1)
+    maker.set_deadline("a-0-1", 9)
+    assert groups_of(maker.create_batch(2)) == ["a-0-1", "a-0-0"]
+
+
+def test_what_was_discarded_is_neither_due_nor_next(add):
+    maker = DeadlineBatchMaker()
+    for index, deadline in enumerate([None, None, 1, None]):
+        add(maker, f"a-0-{index}", deadline)
+    assert groups_of(maker.create_batch(1)) == ["a-0-2"]
+    add(maker, "a-0-4", 1)
+    maker.discard([f"a-0-{index}/{member}" for index in (0, 4) for member in (0, 1)])
+    maker.set_step(1)
+    assert groups_of(maker.create_batch(2)) == ["a-0-1", "a-0-3"]
+
+
+def test_advantages_may_be_by_one_s_own_function(add):
+    maker = DeadlineBatchMaker(lambda group: group.rewards * 3)
+    add(maker, "a-0-0")
+    assert advantages_of(maker.create_batch(1)) == {"a-0-0/0": 0.0, "a-0-0/1": 3.0}
 
 
 def test_single_rollouts_are_discarded_and_the_rest_keeps_its_place(add):

@@ -87,6 +87,7 @@ def test_a_supervised_pair_has_every_response_token_as_target():
     example = example_from_pair(np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32))
     assert example.tokens.tolist() == [1, 2, 3, 4, 5]
     assert example.loss_mask.tolist() == [False, False, False, True, True]
-    assert example.temperature.tolist() == [1.0] * 5
-    with pytest.raises(InvalidRolloutError, match="2 prompt and 0 response"):
-        example_from_pair(np.array([1, 2], np.int32), np.zeros(0, np.int32))
+    assert example.temperature.tolist() == [1.0] * 5 and example.advantage.tolist() == [0, 0, 0, 1, 1]
+    for prompt, response in ((2, 0), (0, 2)):
+        with pytest.raises(InvalidRolloutError, match=f"{prompt} prompt and {response} response"):
+            example_from_pair(np.zeros(prompt, np.int32), np.zeros(response, np.int32))

@@ -109,6 +109,12 @@ def test_the_penalty_falls_on_the_last_token_that_the_policy_sampled(make):
         assert found.episode_reward == pytest.approx(0.5) and found.rollout_id == "lesson-0-0/0"
 
 
+def test_nothing_is_taken_from_a_rollout_in_which_the_policy_said_nothing(make):
+    [cut] = make([0.0], cut=[0]).rollouts
+    cut.response_mask[:] = False
+    assert GroupFilters(BatchMakerConfig(filter_overlong="penalise")).members([cut]) == (cut,)
+
+
 @pytest.mark.parametrize(
     ("rewards", "stays"),
     [

@@ -99,6 +99,14 @@ def test_numbers_of_a_batch_count_steps_and_leave_faults_out():
     }
 
 
+def test_fragments_are_counted_by_task():
+    maker = FragmentBatchMaker()
+    for number, task in enumerate(["cart", "pole", "cart"]):
+        maker.add_rollout(make_fragment(f"g{number}", task=task))
+    metrics = maker.get_batch_metadata(maker.create_batch(3))["metrics"]
+    assert (metrics["train/fragments/cart"], metrics["train/fragments/pole"]) == (2.0, 1.0)
+
+
 def test_arguments_are_checked():
     with pytest.raises(ConfigError, match="max_samples is 0"):
         FragmentBatchMaker(max_samples=0)

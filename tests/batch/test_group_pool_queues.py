@@ -33,6 +33,18 @@ def test_a_line_does_not_grow_with_those_who_left():
     assert orders([line.pop() for _ in range(20)]) == list(range(0, 2000, 100))
 
 
+def test_a_line_that_was_swept_keeps_its_order():
+    """512 in an order that is far from sorted, of which one in four stays."""
+    line, groups = OrderedGroups(), [held(order) for order in range(512)]
+    for place in range(512):
+        line.join(groups[place * 155 % 512], place * 155 % 512)
+    for group in groups:
+        if group.order % 4:
+            line.leave(group)
+    assert len(line._heap) < 512
+    assert orders([line.pop() for _ in range(128)]) == list(range(0, 512, 4))
+
+
 def test_due_groups_come_by_age_and_deadlines_only_come_nearer():
     deadlines, groups = DeadlineQueue(), [held(order) for order in range(5)]
     for group, step in zip(groups, [7, 5, 9, 5, 6], strict=True):

@@ -56,6 +56,7 @@ def test_every_array_travels_with_its_tokens_and_padding_is_neutral(lengths):
         for example, values in zip(examples, unpack(list(getattr(batch, name)), placements), strict=True):
             np.testing.assert_array_equal(values, getattr(example, name))
     padding = batch.segment_ids == 0
+    assert padding.sum() == padding.size - sum(lengths) and batch.loss_mask.dtype == np.bool_
     assert not batch.loss_mask[padding].any()
     assert (batch.temperature[padding] == 1).all()
     assert (batch.weight_steps[padding] == -1).all()
@@ -120,9 +121,10 @@ def test_reference_logprobs_are_packed_for_all_or_none():
 
 
 def test_packed_rows_are_not_packed_again():
-    (row,) = pack(_examples([4, 5]), ROW)
-    with pytest.raises(ValueError, match="packed already"):
-        pack([row], 2 * ROW)
+    for lengths in ([4, 5], [ROW - 4, 4], [4]):
+        (row,) = pack(_examples(lengths), ROW)
+        with pytest.raises(ValueError, match="packed already"):
+            pack([row], 2 * ROW)
 
 
 def test_a_loss_on_a_first_token_is_refused():

@@ -146,7 +146,7 @@ def test_advantages_of_single_rollouts_are_those_of_the_whole_group(add):
     maker = RecencyBatchMaker(unit="rollout", max_samples=1)
     add(maker, "a-0-0", rewards=(0.0, 1.0, 0.0))
     maker.create_batch(4)
-    maker.discard(["a-0-0/0"])
+    maker.discard(["a-0-0/0", "a-0-0/0"])
     found = advantages_of(maker.create_batch(1)) | advantages_of(maker.create_batch(1))
     assert found == {"a-0-0/1": 1.0, "a-0-0/2": -0.5}
 
@@ -168,17 +168,50 @@ def test_a_rollout_that_comes_after_its_group_has_places_is_refused(add):
         add(maker, "a-0-0")
 
 
-def test_metadata_names_groups_once_and_counts_flat_ones(add):
-    maker = RecencyBatchMaker(unit="rollout")
+@pytest.mark.parametrize(("unit", "size"), [("rollout", 8), ("group", 3)])
+def test_metadata_names_groups_once_and_counts_flat_ones(add, unit, size):
+    maker = RecencyBatchMaker(unit=unit)
     add(maker, "a-0-0", rewards=(0.0, 1.0))
     add(maker, "a-0-1", rewards=(1.0, 1.0))
-    batch = maker.create_batch(4)
+    add(maker, "a-0-2", rewards=(0.0, 1.0, 1.0, 1.0))
+    batch = maker.create_batch(size)
     facts = maker.get_batch_metadata(batch)
-    assert sorted(facts["group_ids"]) == ["a-0-0", "a-0-1"]
+    assert sorted(facts["group_ids"]) == ["a-0-0", "a-0-1", "a-0-2"]
     assert facts["rollout_ids"] == tuple(ids_of(batch))
-    assert facts["metrics"]["train/zero_variance_groups"] == 0.5
+    assert facts["metrics"]["train/zero_variance_groups"] == pytest.approx(1 / 3)
     assert facts["metrics"]["train/reward_mean"] == 0.75
-    assert (maker.unit, maker.environment_name, maker.dropped()) == ("rollout", None, [])
+    assert (maker.unit, maker.environment_name, maker.dropped()) == (unit, None, [])
+
+
+def test_whether_a_group_is_flat_is_asked_of_all_of_it(add):
+    maker = RecencyBatchMaker(unit="rollout")
+    add(maker, "a-0-0", rewards=(0.0, 1.0))
+    assert maker.get_batch_metadata(maker.create_batch(1))["metrics"]["train/zero_variance_groups"] == 0.0
+
+
+def test_no_more_groups_with_a_deadline_are_taken_than_fill_the_batch(add):
+    maker = RecencyBatchMaker(unit="rollout")
+    for index, rewards in enumerate([(0.0,), (0.0, 1.0, 0.0), (1.0,)]):
+        add(maker, f"a-0-{index}", 9, rewards=rewards)
+    assert groups_of(maker.create_batch(3)) == ["a-0-0", "a-0-1"]
+
+
+def test_a_deadline_is_for_the_first_use_of_what_is_here(add):
+    maker = RecencyBatchMaker(alpha=40.0, max_samples=-1)  # the newest, all but surely
+    for index, deadline in enumerate([9, 9, None, None]):
+        add(maker, f"a-0-{index}", deadline)
+    assert groups_of(maker.create_batch(1)) == ["a-0-0"]
+    maker.discard(["a-0-1/0", "a-0-1/1"])
+    for group_id in ("a-0-0", "a-0-1", "never-seen"):
+        maker.set_deadline(group_id, 0)
+    maker.set_step(9)
+    assert groups_of(maker.create_batch(1)) == ["a-0-3"]
+
+
+def test_a_baseline_of_the_group_needs_whole_groups():
+    with pytest.raises(ConfigError, match="draw whole groups"):
+        RecencyBatchMaker("reinforce_pp_baseline", unit="rollout")
+    assert RecencyBatchMaker("reinforce_pp_baseline").create_batch(1) is None
 
 
 @pytest.mark.parametrize("alpha", [-1.0, float("inf"), float("nan")])

@@ -94,6 +94,18 @@ def test_a_newer_version_of_a_problem_evicts_the_older_one(add):
     assert set(ids_of(maker.create_batch(4))) == {"a-0-1/0", "a-0-1/1", "a-0-9/0", "a-0-9/1"}
 
 
+def test_every_group_of_a_problem_is_evicted_or_filtered_and_not_every_other(add):
+    maker = GrpoBatchMaker(seed=0)
+    for index in range(3):
+        add(maker, f"a-0-{index}", step=4)
+        add(maker, f"b-0-{index}", rewards=(1.0, 1.0), example="flat", step=4)
+    assert maker.create_batch(7) is None
+    assert fates(maker) == {f"b-0-{index}/{member}": "filtered" for index in range(3) for member in (0, 1)}
+    add(maker, "a-0-3", step=6)
+    assert maker.create_batch(7) is None
+    assert fates(maker) == {f"a-0-{index}/{member}": "evicted" for index in range(3) for member in (0, 1)}
+
+
 def test_an_older_version_that_comes_late_is_evicted_too(add):
     maker = GrpoBatchMaker(seed=0)
     add(maker, "a-0-1", step=6)
@@ -161,6 +173,15 @@ def test_a_due_group_of_which_some_were_used_gives_the_others(add):
     used = ids_of(maker.create_batch(1))
     maker.set_step(5)
     assert set(ids_of(maker.create_batch(1))) == {"a-0-0/0", "a-0-0/1", "a-0-0/2"} - set(used)
+
+
+def test_what_was_due_may_be_drawn_again(add):
+    maker = GrpoBatchMaker(seed=0, max_samples=2)
+    add(maker, "a-0-0", 0)
+    maker.set_deadline("never-seen", 0)
+    assert ids_of(maker.create_batch(1)) == ["a-0-0/0", "a-0-0/1"]
+    assert sorted(ids_of(maker.create_batch(2))) == ["a-0-0/0", "a-0-0/1"]
+    assert maker.create_batch(1) is None
 
 
 def test_what_leaves_before_its_deadline_leaves_nothing_behind(add):

@@ -64,7 +64,7 @@ def test_an_all_zero_lesson_is_level_but_unlocks_nothing(train):
 
 
 def test_without_require_plateau_the_threshold_is_enough(train):
-    two = curriculum({"a": lesson(require_plateau=False), "b": lesson([("a", 0.8)])})
+    two = curriculum({"a": lesson(require_plateau=False), "b": lesson([("a", 1.0)])})
     assert train(two, "a", WON) == [("unlocked", "b")]
 
 
@@ -107,8 +107,26 @@ def test_regression_and_the_way_back(train, evaluate):
     assert evaluate(one, "a", [1.0] * 17 + [0.0] * 3, step=20) == []  # 0.85 is not under 0.85
     assert evaluate(one, "a", [1.0] * 16 + [0.0] * 4, step=30) == [("regressed", "a")]
     assert one.active == ("a",) and not one.complete
+    assert one.progress("a").results == []
     assert train(one, "a", WON, 10) == []  # that evaluation, although above 0.5, does not graduate it again
+    assert len(one.progress("a").results) == 5  # the plateau's window
     assert evaluate(one, "a", [1.0] * 16 + [0.0] * 4, step=40) == [("graduated", "a"), ("completed", "a")]
+
+
+def test_a_lesson_regresses_by_a_share_of_the_level_that_it_graduated_at(train, evaluate):
+    one = curriculum({"a": lesson(stop_threshold=0.5, regression_ratio=0.5)})
+    train(one, "a", WON, 5)
+    assert evaluate(one, "a", [1.0, 0.0]) == [("graduated", "a"), ("completed", "a")]
+    assert evaluate(one, "a", [1.0, 0.0, 0.0, 0.0]) == []
+    assert evaluate(one, "a", [1.0, 0.0, 0.0, 0.0, 0.0]) == [("regressed", "a")]
+
+
+def test_an_evaluation_before_a_lesson_is_practised_does_not_graduate_it(train, evaluate):
+    two = curriculum({"a": lesson(), "b": lesson(["a"])})
+    evaluate(two, "b", WON)
+    train(two, "a", WON, 5)
+    assert train(two, "b", WON, 5) == []
+    assert evaluate(two, "b", WON) == [("graduated", "b")]
 
 
 def test_all_graduated_is_no_exception_and_no_starvation(train, evaluate):
@@ -219,6 +237,7 @@ def test_a_damaged_state_is_refused():
         (10, 13, 20, True),
         (10, 9, 31, True),
         (10, 20, 20, False),
+        (1, 4, 5, True),
         (0, 0, 1000, False),
     ],
 )

@@ -47,7 +47,8 @@ def test_a_worked_slope():
 
 def test_a_perfect_line_and_a_constant():
     assert slope_test([0, 1, 2, 3]) == (1.0, 0.0)
-    assert slope_test([0.1, 0.1, 0.1]) == (0.0, 1.0)
+    assert slope_test([3, 2, 1, 0]) == (-1.0, 0.0)
+    assert slope_test([0.1, 0.1, 0.1]) == slope_test([0.5, 0.5, 0.5]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,7 @@ def test_a_perfect_line_and_a_constant():
         ([0.5 + 0.02 * i for i in range(10)], 10, 0.5, False),  # under the threshold, but a significant slope
         ([0.5, 0.6, 0.5, 0.4, 0.5], 5, 0.3, True),  # relative change 0.02 · 5 / 0.5 = 0.2, p = 0.6
         ([0.5, 0.6, 0.5, 0.4, 0.5], 5, 0.2, False),
+        ([-0.5, -0.6, -0.5, -0.4, -0.5], 5, 0.3, True),  # relative to the mean's size
         ([0.5, -0.5, 0.5, -0.5, 0.5, -0.5], 6, 0.1, False),  # mean 0: any slope is large beside it
     ],
 )

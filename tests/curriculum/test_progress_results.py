@@ -13,6 +13,10 @@ def test_several_groups_are_taken_apart():
     assert group_results(stats, 0.7) == [(0.5, 0.5, 2), (0.0, 0.6, 2)]
 
 
+def test_a_lesson_s_own_threshold_counts_rather_than_the_recorded_share():
+    assert success_rate(results("a", [0.4, 0.9]), 0.3) == 1.0
+
+
 def test_without_rewards_the_recorded_shares_count():
     stats = replace(results("a", [1.0, 0.0, 0.6, 0.6], groups=2), rewards=())
     assert success_rate(stats, 0.9) == 0.75

@@ -37,6 +37,10 @@ def test_all_weights_zero_is_uniform():
     assert lesson_probabilities({"a": 0.0, "b": 0.0}, [], 0.1, 0.02) == pytest.approx({"a": 0.5, "b": 0.5})
 
 
+def test_small_weights_are_shared_by_proportion_too():
+    assert lesson_probabilities({"a": 0.1, "b": 0.3}, [], 0.1, 0.0) == pytest.approx({"a": 0.3, "b": 0.7})
+
+
 def test_without_active_lessons_the_graduated_share_evenly():
     assert lesson_probabilities({}, ["a", "b"], 0.1, 0.02) == {"a": 0.5, "b": 0.5}
 
@@ -69,3 +73,4 @@ def test_choosing_follows_the_probabilities_and_the_seed_alone():
         assert drawn[lesson] / 4000 == pytest.approx(probability, abs=0.03)
     assert choose(probabilities, generator(7)) == choose(probabilities, generator(7))
     assert choose({"a": 0.0, "b": 1.0}, generator(0)) == "b"
+    assert choose({"a": 0.0, "b": 1e-9, "c": 0.0}, generator(0)) == "b"  # beyond the last

@@ -142,6 +142,13 @@ def test_normalised_advantages_have_mean_zero_and_deviation_one_over_all_tokens(
     assert every.mean() == pytest.approx(0, abs=1e-6) and every.std(ddof=1) == pytest.approx(1, abs=1e-4)
 
 
+def test_a_single_token_has_no_advantage_once_normalised(earning, config):
+    example = earning[0]
+    alone = replace(example, loss_mask=np.arange(len(example.tokens)) == example.loss_mask.argmax())
+    (made,), _, _ = Critic(ppo(config), 16).advantages([alone], [np.zeros(len(example.tokens), np.float32)])
+    assert not made.advantage.any()
+
+
 # --- updates --------------------------------------------------------------------------------------------------------
 
 

@@ -44,6 +44,7 @@ def test_ppo_takes_the_worse_of_ratio_and_clip():
     np.testing.assert_allclose(values, [1.2, -1.5, 0.5, -0.8, 2.2, 3.0], rtol=1e-6)
     assert ppo_clipped(RATIO, ADVANTAGE, 0.2, 0.2).tolist() == [True, False, False, True, False, False]
     assert float(ppo_surrogate(array(1.5), array(1.0), 0.2, 0.28)[0]) == pytest.approx(1.28)
+    assert not ppo_clipped(array(0.5, 1.5, 0.5, 9.0), array(0.5, 0, 0, 0), 0.2, 0.2, 3.0).any()
 
 
 def test_ppo_has_no_gradient_where_the_clip_decides():
@@ -174,6 +175,10 @@ def test_the_dual_clip_bounds_what_a_negative_advantage_may_cost():
     ratio, advantage = array(5.0, 2.0, 5.0, 0.5), array(-1.0, -1.0, 1.0, -1.0)
     np.testing.assert_allclose(ppo_surrogate(ratio, advantage, 0.2, 0.2, 3.0), [-3, -2, 1.2, -0.8])
     assert ppo_clipped(ratio, advantage, 0.2, 0.2, 3.0).tolist() == [True, False, True, True]
+    assert ppo_surrogate(array(0.5), array(0.5), 0.2, 0.2, 3.0).tolist() == [0.25]
+    far = inputs(array(-1.0), array(-3.0), array(-1.0), proximal_logprobs=array(-3.0))
+    terms = policy_token_loss(LossConfig(dual_clip=3.0), far)
+    assert terms.loss.tolist() == [3.0] and terms.clipped.tolist() == [True]
     gradient = jax.grad(lambda r: ppo_surrogate(r, advantage, 0.2, 0.2, 3.0).sum())(ratio)
     np.testing.assert_allclose(gradient, [0, -1, 0, 0])
 

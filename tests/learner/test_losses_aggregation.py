@@ -14,6 +14,10 @@ def test_the_golden_weights_of_two_unequal_sequences(aggregation, expected):
     np.testing.assert_allclose(weights, expected, rtol=1e-6)
 
 
+def test_a_single_token_has_the_whole_weight():
+    assert sequence_weights([1], "token", 4).tolist() == [1.0]
+
+
 def test_a_loss_of_one_everywhere_has_mean_one():
     lengths = [5, 1, 17, 2]
     for aggregation in ("token", "sequence"):

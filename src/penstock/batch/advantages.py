@@ -43,8 +43,7 @@ def valid_rollouts(group: RolloutGroup) -> Bool[np.ndarray, " n"]:
 
 def has_signal(group: RolloutGroup) -> bool:
     """Whether the valid rewards of a group differ, so that a group baseline leaves something to learn from."""
-    rewards = group.rewards[valid_rollouts(group)]
-    return len(rewards) > 1 and bool(rewards.max() > rewards.min())
+    return len(np.unique(group.rewards[valid_rollouts(group)])) > 1
 
 
 def rloo(group: RolloutGroup) -> Float32[np.ndarray, " n"]:
@@ -206,9 +205,8 @@ def with_kl_in_reward(
     groups = [group_of(of_one) for of_one in members.values()]
     for group, values in zip(groups, compute_advantages(name, groups), strict=True):
         for rollout, value in zip(group.rollouts, values, strict=True):
-            drawn = by_id[rollout.rollout_id]
-            advantage = np.where(drawn.loss_mask, assemble_example(rollout, value).advantage, np.float32(0))
-            by_id[rollout.rollout_id] = replace(drawn, advantage=advantage)
+            advantage = assemble_example(rollout, value).advantage
+            by_id[rollout.rollout_id] = replace(by_id[rollout.rollout_id], advantage=advantage)
     return [by_id[example.rollout_ids[0]] for example in examples]
 
 
@@ -266,7 +264,7 @@ def _over_valid(group: RolloutGroup, formula: Callable[[RolloutGroup], np.ndarra
 def _centred(rewards: Float32[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
     """Rewards minus their mean. n·r − Σr is exact in float64 for float32 rewards, so equal ones give 0."""
     exact = rewards.astype(np.float64)
-    return (exact * len(exact) - exact.sum()) / max(len(exact), 1)
+    return (exact * len(exact) - exact.sum()) / len(exact)
 
 
 def _leave_one_out(rewards: Float32[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:

@@ -130,7 +130,7 @@ class GroupFilters:
             "difficulty": ("mean rewards were outside of its band", f"widen {_KEY}.filter_difficulty"),
             "overlong": ("answers were cut", f"raise max_output_tokens or set {_KEY}.filter_overlong: null"),
         }
-        found = [(count, *told[name]) for name, count in self.counts.most_common() if count]
+        found = [(count, *told[name]) for name, count in self.counts.most_common()]
         if not found:
             by_maker = f"{_DIFFERING}, or choose another {_KEY}.name"
             return "the batch maker found no advantage in them", by_maker

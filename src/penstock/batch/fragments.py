@@ -122,7 +122,7 @@ class FragmentBatchMaker(PacedBatchMaker[SampleFragment, FragmentExample]):
 
     def _in_order(self) -> Iterator[SampleFragment]:
         """Everything, in the order in which batches take it; nothing may change meanwhile."""
-        queues = (self._by_uses[uses].values() for uses in sorted(self._by_uses))
+        queues = (queue.values() for queue in self._by_uses.values())  # a count follows the one below it
         return chain.from_iterable(reversed(queue) if self._newest_first else queue for queue in queues)
 
     def _count_use(self, fragment: SampleFragment) -> None:
@@ -142,8 +142,8 @@ def _numbers(fragments: Sequence[SampleFragment], step: int) -> dict[str, float]
     return {
         "train/steps": float(ages.size),
         "train/faulty_steps": float(np.count_nonzero(faults)),
-        "train/step_staleness_mean": float(ages.mean()) if ages.size else 0.0,
-        "train/step_staleness_max": float(ages.max(initial=0)),
+        "train/step_staleness_mean": float(ages.mean()),
+        "train/step_staleness_max": float(ages.max()),
         "train/fragment_reward_mean": float(np.mean([fragment.episode_reward for fragment in fragments])),
         **{f"train/fragments/{task}": float(sum(each.task == task for each in fragments)) for task in tasks},
     }

@@ -95,9 +95,9 @@ def shapes_for(lengths: Sequence[int], shapes: Sequence[RowShape]) -> list[int]:
         return batches, attention
 
     longest = max(lengths, default=0)
-    last = next((i for i, shape in enumerate(shapes) if shape.length >= longest), len(shapes) - 1)
     if len(shapes) == 1 or longest > shapes[-1].length:
         return assigned([len(shapes) - 1])
+    last = next(i for i, shape in enumerate(shapes) if shape.length >= longest)
     subsets = (s for n in range(1, len(shapes) + 1) for s in combinations(range(len(shapes)), n) if s[-1] >= last)
     return min((assigned(used) for used in subsets), key=cost)
 
@@ -169,7 +169,7 @@ def stack(rows: Sequence[RLExample], count: int) -> PackedBatch:
     Raises:
         ValueError: no row at all, more rows than `count`, or rows of different lengths.
     """
-    if not 0 < len(rows) <= count or len({len(row.tokens) for row in rows}) != 1:
+    if len(rows) > count or len({len(row.tokens) for row in rows}) != 1:
         raise ValueError(f"{len(rows)} rows of {[len(row.tokens) for row in rows]} positions for {count}")
     length = len(rows[0].tokens)
     arrays: dict[str, np.ndarray | None] = {}

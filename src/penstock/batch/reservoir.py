@@ -127,7 +127,6 @@ class GrpoBatchMaker(PacedBatchMaker):
                 reason = f"{_name(version)} of {_problem(group)} came; this is {_name(baseline.version)}"
                 for older in list(baseline.groups):
                     self._drop(older.rollouts(), "evicted", reason)
-                touched.pop(baseline, None)
                 baseline = self._baselines.renew(baseline, version)
             self._baselines.enter(baseline, group)
             self._reservoir.place(group, drawable=True)

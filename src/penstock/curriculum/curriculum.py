@@ -214,13 +214,13 @@ class Curriculum:
 
     def _is_ready(self, lesson_id: str) -> bool:
         lesson, progress = self._of(lesson_id)
-        if lesson.start_threshold > 0 and (progress.evaluation or 0.0) < lesson.start_threshold:
+        if (progress.evaluation or 0.0) < lesson.start_threshold:
             return False
         return all(self._is_reached(d.dependency_id, d.reward_threshold) for d in lesson.dependencies)
 
     def _is_reached(self, dependency_id: str, threshold: float) -> bool:
         lesson, progress = self._of(dependency_id)
-        if progress.success is None or not progress.succeeded or progress.success < threshold:
+        if not progress.succeeded or (progress.success or 0.0) < threshold:
             return False
         return not lesson.require_plateau or self._is_plateaued(dependency_id)
 

@@ -80,7 +80,7 @@ def student_t_p_value(t: float, freedom: int) -> float:
         total += term
         term *= cosine * cosine * k / (k + 1)
     inside = 2 / math.pi * (theta + sine * total) if odd else sine * total
-    return min(1.0, max(0.0, 1.0 - inside))
+    return max(0.0, 1.0 - inside)
 
 
 def lesson_weight(success: float | None, rollouts: int) -> float:
@@ -122,13 +122,13 @@ def lesson_probabilities(
 
 def choose(probabilities: Mapping[str, float], rng: np.random.Generator) -> str:
     """One lesson by its probability; which one depends on the generator, and on the lessons' order."""
-    point = rng.random() * sum(probabilities.values())
+    point = rng.random()
     reached = 0.0
     for lesson, probability in probabilities.items():
         reached += probability
         if point < reached:
             return lesson
-    return max(probabilities, key=lambda lesson: probabilities[lesson])  # rounding left the point at the very end
+    return max(probabilities, key=lambda lesson: probabilities[lesson])  # rounding left the point behind them all
 
 
 def success_rate(stats: RolloutBatchStats, threshold: float) -> float:
@@ -222,8 +222,7 @@ class LessonProgress:
         names = {f.name for f in fields(cls)}
         if odd := ", ".join(sorted(state.keys() ^ names)):
             raise CheckpointError(f"curriculum state of lesson {lesson_id!r}: unexpected or missing fields: {odd}")
-        values: dict[str, Any] = {**state, "results": list(state["results"])}
-        return cls(**values)
+        return cls(**state)
 
 
 EventKind = Literal["unlocked", "graduated", "regressed", "completed", "added", "removed"]

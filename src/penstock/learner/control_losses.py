@@ -221,8 +221,7 @@ def vtrace(
     errors = _carried_back(jnp.minimum(ratios, clips.rho) * deltas, linked * jnp.minimum(ratios, clips.c))
     following = jnp.concatenate([errors[1:], jnp.zeros(1, errors.dtype)])
     advantages = jnp.minimum(ratios, clips.policy) * (deltas + linked * following)
-    counted = chain.counted
-    return Estimates(jnp.where(counted, advantages, 0.0), jnp.where(counted, chain.values + errors, 0.0))
+    return Estimates(advantages, jnp.where(chain.counted, chain.values + errors, 0.0))
 
 
 def _errors(chain: StepChain, discount: float) -> Float32[Array, " time"]:
