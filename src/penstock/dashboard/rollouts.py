@@ -404,8 +404,6 @@ def _show(views: RunViews, request: RolloutsRequest, console: Console) -> None:
     assert request.show is not None
     stored = find_rollouts(views, request.show)
     if request.json:
-        import json
-
         for rollout in stored:
             print(json.dumps(rollout.to_json()))
         return
