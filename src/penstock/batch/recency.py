@@ -1,7 +1,7 @@
 """A batch maker that prefers what is new, and still reaches what is old.
 
-Costs O(log n) per unit that comes, goes or is drawn. Not covered: which rollouts are too old to be drawn at all; the
-replay buffer discards those.
+Costs O(log n) per unit that comes or goes, and one pass over flags of all units per batch. Not covered: which rollouts
+are too old to be drawn at all; the replay buffer discards those.
 """
 
 import math

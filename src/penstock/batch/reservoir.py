@@ -1,7 +1,7 @@
 """A batch maker that keeps a reservoir of rollouts with something to learn from, and mixes them.
 
-Groups are merged into problems for the baseline only: fates, deadlines and storage go on by group. Costs O(log n) per
-rollout that comes, goes or is drawn.
+Groups are merged into problems for the baseline only: fates, deadlines and storage go on by group. Costs O(1) per
+rollout that comes or goes, and one pass over flags of all rollouts per batch.
 """
 
 from collections.abc import Iterable, Sequence
