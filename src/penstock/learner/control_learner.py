@@ -40,8 +40,8 @@ from penstock.learner.control_step import (
     squared_returns,
     stack_fragments,
 )
-from penstock.learner.metrics import finite_only, rate_metrics
-from penstock.learner.optimizer import AppliedUpdate, from_named, initial_state, skipped_in_a_row, to_named
+from penstock.learner.metrics import finite_only, rate_metrics, skipped_in_a_row
+from penstock.learner.optimizer import AppliedUpdate, from_named, initial_state, to_named
 from penstock.learner.snapshot import LearnerSnapshot
 from penstock.model.control import (
     ControlPolicy,

@@ -31,6 +31,7 @@ from penstock.learner.metrics import (
     loss_metrics,
     rate_metrics,
     row_tokens_of,
+    skipped_in_a_row,
     step_metrics,
     throughput_metrics,
 )
@@ -44,7 +45,6 @@ from penstock.learner.optimizer import (
     initial_state,
     join_frozen,
     lower_moments,
-    skipped_in_a_row,
     split_frozen,
     to_named,
 )

@@ -32,7 +32,7 @@ from penstock.learner.config import STACKED, LearnerConfig, OptimizerConfig
 from penstock.model.arrays import are_shapes
 from penstock.model.language.config import ADAPTER, ModelConfig
 from penstock.model.programs import light_compilation
-from penstock.types import CheckpointError, ConfigError, NonFiniteError
+from penstock.types import CheckpointError, ConfigError
 
 Tree = TypeVar("Tree")
 _HOST = "pinned_host"
@@ -66,27 +66,6 @@ class AppliedUpdate(NamedTuple):
     grad_norm: Float32[Array, ""]
     finite: Bool[Array, ""]
     changed_fraction: Float32[Array, ""]
-
-
-def skipped_in_a_row(before: int, applied: Sequence[AppliedUpdate], most: int, suspects: str) -> int:
-    """How many updates were skipped one after the other, with this one, if one of its steps was.
-
-    Args:
-        before: How many they were before it.
-        applied: Its steps.
-        most: ``learner.max_non_finite_updates``.
-        suspects: What the user should look at.
-
-    Raises:
-        NonFiniteError: they are as many as `most`.
-    """
-    skipped = 0 if all(each.finite for each in applied) else before + 1
-    if skipped >= most:
-        raise NonFiniteError(
-            f"{skipped} updates in a row had a loss or gradient that was not finite "
-            f"(learner.max_non_finite_updates): lower the learning rate, or look at {suspects}"
-        )
-    return skipped
 
 
 def transformation(config: OptimizerConfig) -> optax.GradientTransformation:
