@@ -157,7 +157,7 @@ def _groups_of(run: ObservedRun, version: int, query: GroupQuery) -> tuple[np.nd
     Args:
         run: Whose they are.
         version: Of its index; the list of another may differ.
-        query: Which groups.
+        query: Which groups, and in which order.
     """
     groups, counts = run.index.columns(query.sql, dict(query.values))
     return groups, int(counts.sum())
