@@ -158,14 +158,14 @@ def trained_on_core(cell: Cell, core: int) -> dict[str, Any]:
 def trained(cell: Cell) -> dict[str, Any]:
     """Trains; the outcome has held-out results, seconds, and numbers of all updates together."""
     import penstock
+    from benchmarks.updates import update_rows
     from penstock.overseer.results import write_stats
-    from penstock.rundir import read_metrics
 
     directory = Path(tempfile.mkdtemp(prefix="penstock-campaign-"))
     try:
         config = penstock.load_config(cell.recipe, [f"seed={cell.seed}", *cell.overrides])
         summary = penstock.train(config, directory / "run", recipe=cell.recipe, quiet=True)
-        rows = [row for row in read_metrics(directory / "run" / "metrics.jsonl") if "train/loss" in row]
+        rows = update_rows(directory / "run")
     finally:
         shutil.rmtree(directory)
     results = {name: write_stats(getattr(summary, name)) for name in ("untrained", "before", "after")}

@@ -79,8 +79,8 @@ def child(case: Case, staleness_budget: int, steps: int, folder: Path) -> None:
     """The process of Penstock that is measured; prints what `Measured` holds."""
     import penstock
     from benchmarks import steps as one_step
+    from benchmarks.updates import update_rows
     from penstock.overseer.config_loading import build_config
-    from penstock.rundir import read_metrics
 
     options = argparse.Namespace(
         steps=steps - WARM_UP, groups=GROUPS, samples=SAMPLES, tokens=case.tokens, micro_batch_rows=case.rows
@@ -96,7 +96,7 @@ def child(case: Case, staleness_budget: int, steps: int, folder: Path) -> None:
     values["learner"]["optimizer"] = {"learning_rate": LEARNING_RATE, "warmup_steps": 0}
     values["learner"]["remat"] = "products"  # TRL recomputes nothing either
     penstock.train(build_config(penstock.RunConfig, values), folder, recipe="end_to_end", quiet=True)
-    rows = [row for row in read_metrics(folder / "metrics.jsonl") if "train/loss" in row]
+    rows = update_rows(folder)
     told = {
         "steps": [row["time"] for row in rows],
         "length": sum(row["train/tokens"] for row in rows) / sum(row["train/sequences"] for row in rows),

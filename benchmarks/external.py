@@ -40,8 +40,9 @@ import httpx
 
 from benchmarks.chaos.invariants import books, violations
 from benchmarks.marks import Marks
+from benchmarks.updates import update_rows
 from penstock.replay import RolloutStore
-from penstock.rundir import RunDirectory, read_events, read_metrics, read_status
+from penstock.rundir import RunDirectory, read_events, read_status
 from penstock.types.intervals import t_quantile
 
 CHECKPOINT = Path("checkpoints/SmolLM2-135M-Instruct")
@@ -172,7 +173,7 @@ def run(words: Sequence[str], folder: Path, kill_after: int) -> Measured:
         try:
             limit = time.monotonic() + LIMIT_S
             while process.poll() is None and time.monotonic() < limit:
-                if kill_after and killed is None and _updates(folder)[kill_after - 1 :]:
+                if kill_after and killed is None and update_rows(folder)[kill_after - 1 :]:
                     killed = kill_answering(process.pid, folder)
                 time.sleep(POLL_S)
         finally:
@@ -193,12 +194,7 @@ def read_run(folder: Path, killed_running: float | None, cpu_s: float) -> Measur
     faults = violations(directory) + ([] if found.closed else [f"the ledger does not close: {found.states}"])
     status = read_status(folder / "status.json") or {}
     events = list(read_events(folder / "events.jsonl"))
-    return Measured(_updates(folder), events, status, faults, killed_running, cpu_s)
-
-
-def _updates(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    return [line for line in read_metrics(path) if "train/loss" in line] if path.exists() else []
+    return Measured(update_rows(folder), events, status, faults, killed_running, cpu_s)
 
 
 def kill_answering(pid: int, folder: Path) -> float | None:

@@ -23,13 +23,13 @@ import jax
 import numpy as np
 
 from benchmarks import parity_faults
+from benchmarks.updates import update_rows
 from penstock.environments import load_environment
 from penstock.model.language import Decoder, InitConfig, save_decoder
 from penstock.overseer import RunConfig
 from penstock.overseer.config_loading import build_config
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.training import RunRequest
-from penstock.rundir import read_metrics
 from penstock.text import Tokenizer
 from penstock.types import PenstockError
 
@@ -124,8 +124,7 @@ def run(config: RunConfig, folder: Path, fault: str, first: int) -> tuple[str, l
             RunRequest(LanguageKind(environments, factories), config, folder, False, "parity", True).run()
     except PenstockError as failure:
         error = str(failure)
-    rows = [row for row in read_metrics(folder / "metrics.jsonl") if "train/loss" in row]
-    return error, rows
+    return error, update_rows(folder)
 
 
 def outcome(fault: str, staleness: int, error: str, rows: Sequence[dict[str, float]]) -> Outcome:

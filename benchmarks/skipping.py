@@ -16,8 +16,8 @@ from unittest import mock
 
 import penstock
 from benchmarks.marks import Marks
+from benchmarks.updates import update_rows
 from penstock.learner import LearnerConfig
-from penstock.rundir import read_metrics
 
 
 class Spent(NamedTuple):
@@ -34,7 +34,7 @@ def spent(recipe: str, overrides: list[str], everything: bool, folder: Path) -> 
     config = penstock.load_config(recipe, overrides)
     with always if everything else mock.MagicMock():
         summary = penstock.train(config, run_dir=folder, quiet=True)
-    rows = [row for row in read_metrics(folder / "metrics.jsonl") if "train/loss" in row]
+    rows = update_rows(folder)
     seconds = sum(row["time/forward_backward"] + row["time/apply"] for row in rows)
     skipped = sum(row["train/skipped_sequences"] for row in rows) / sum(row["train/sequences"] for row in rows)
     after = [stats.reward_mean for stats in summary.after.values()]

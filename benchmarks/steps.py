@@ -18,8 +18,9 @@ from typing import Any
 
 import penstock
 from benchmarks import fixed_length
+from benchmarks.updates import update_rows
 from penstock.overseer.config_loading import build_config
-from penstock.rundir import read_events, read_metrics, read_status
+from penstock.rundir import read_events, read_status
 
 VOCAB = 8192
 PROMPT_TOKENS = 16
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace, staleness_budget: int, folder: Path, every:
     ledger = read_status(run_dir / "status.json")["ledger"]
     assert ledger["trained"] == (options.steps + WARM_UP) * options.groups * options.samples, ledger
     assert any(event["event"] == "parity" for event in read_events(run_dir / "events.jsonl"))
-    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
+    rows = update_rows(run_dir)
     for earlier, row in zip(rows, rows[1:], strict=False):
         row["seconds"] = row["time"] - earlier["time"]
     return rows[WARM_UP:]

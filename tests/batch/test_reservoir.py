@@ -190,7 +190,7 @@ def test_what_leaves_before_its_deadline_leaves_nothing_behind(add):
         add(maker, f"a-0-{index}", 5, rewards=rewards, example=str(index))
     maker.discard(["a-0-0/0", "a-0-0/1"])
     assert len(maker.create_batch(2)) == 2
-    assert (len(maker._deadlines), len(maker._held), len(maker)) == (0, 0, 0)
+    assert (maker._deadlines.pop_due(5), len(maker._held), len(maker)) == ([], 0, 0)
 
 
 def test_it_is_bound_to_one_environment(add):

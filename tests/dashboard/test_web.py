@@ -482,6 +482,8 @@ def test_of_a_run_whose_rollouts_lie_in_a_store_all_is_shown(tmp_path, s3_url): 
     directory = write_run(tmp_path / "mine")
     here = ObservedRuns(directory.path).find("mine")
     here.catch_up()
+    pages = {"ledger": {}, "reward": {}, "group": {"id": "cats-0-1"}}
+    from_disk = {page: RUN_PAGES[page](here, words) for page, words in pages.items()}
     for folder in (directory.rollouts, directory.batches):
         for path in folder.iterdir():
             with fsspec.open(f"{s3_url}/{folder.name}/{path.name}", "wb") as file:
@@ -491,8 +493,7 @@ def test_of_a_run_whose_rollouts_lie_in_a_store_all_is_shown(tmp_path, s3_url): 
     there = ObservedRuns(directory.path).find("mine")
     there.catch_up()
     assert there.problem == "" and there.index.rows("SELECT count(part) AS n FROM rollouts") == [{"n": 14}]
-    for page, words in {"ledger": {}, "reward": {}, "group": {"id": "cats-0-1"}}.items():
-        assert RUN_PAGES[page](there, words) == RUN_PAGES[page](here, words)
+    assert {page: RUN_PAGES[page](there, words) for page, words in pages.items()} == from_disk
     for run in (here, there):
         run.close()
 

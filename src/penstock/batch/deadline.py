@@ -11,7 +11,7 @@ from typing_extensions import override
 from penstock.batch.advantages import AdvantageName, GroupAdvantage, compute_advantages, has_signal
 from penstock.batch.examples import assemble_examples, batch_metadata
 from penstock.batch.group_pool import FirstUseQueue, GroupTable, OrderedGroups, PooledGroup
-from penstock.batch.maker import Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
+from penstock.batch.maker import Dropped, PacedBatchMaker, check_choice, uses_limit
 from penstock.types import AnyRollout, RLExample, RolloutGroup
 
 
@@ -37,6 +37,8 @@ class DeadlineBatchMaker(PacedBatchMaker):
         ConfigError: `max_samples` is neither −1 nor at least 1.
     """
 
+    unit = "group"
+
     def __init__(
         self,
         advantage: AdvantageName | GroupAdvantage = "rloo",
@@ -50,6 +52,7 @@ class DeadlineBatchMaker(PacedBatchMaker):
             check_choice("advantage", advantage, AdvantageName)
         self._advantage: AdvantageName | GroupAdvantage = advantage
         self._uses = uses_limit(max_samples)
+        self.environment_name = environment_name
         self._held = GroupTable(max_tokens, allow_truncated_sampling, environment_name, ordered)
         self._step = 0
         self._batches = 0
@@ -61,16 +64,6 @@ class DeadlineBatchMaker(PacedBatchMaker):
     def __len__(self) -> int:
         """How many groups wait."""
         return len(self._held)
-
-    @property
-    def unit(self) -> Unit:
-        """Groups."""
-        return "group"
-
-    @property
-    @override
-    def environment_name(self) -> str | None:
-        return self._held.environment_name
 
     @override
     def add_rollout(self, rollout: AnyRollout) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, final
 import numpy as np
 from typing_extensions import override
 
-from penstock.batch.maker import Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
+from penstock.batch.maker import Dropped, PacedBatchMaker, check_choice, uses_limit
 from penstock.types import ConfigError, FragmentExample, InvalidRolloutError, SampleFragment
 
 FragmentOrder = Literal["oldest", "newest"]
@@ -32,26 +32,18 @@ class FragmentBatchMaker(PacedBatchMaker[SampleFragment, FragmentExample]):
         ConfigError: `order` is unknown, or `max_samples` is neither −1 nor at least 1.
     """
 
+    unit = "group"  # a fragment is a group of one
+
     def __init__(
         self, order: FragmentOrder = "oldest", max_samples: int = 1, environment_name: str | None = None
     ) -> None:
         check_choice("order", order, FragmentOrder)
         self._newest_first = order == "newest"
         self._most_uses = uses_limit(max_samples)
-        self._environment_name = environment_name
+        self.environment_name = environment_name
         self._by_uses: dict[int, dict[str, SampleFragment]] = {0: {}}
         self._uses: dict[str, int] = {}
         self._step = 0
-
-    @property
-    def unit(self) -> Unit:
-        """A batch size counts groups: a fragment is a group of one."""
-        return "group"
-
-    @property
-    @override
-    def environment_name(self) -> str | None:
-        return self._environment_name
 
     def __len__(self) -> int:
         """How many fragments are held."""
@@ -113,8 +105,8 @@ class FragmentBatchMaker(PacedBatchMaker[SampleFragment, FragmentExample]):
     def _problem(self, fragment: SampleFragment) -> str | None:
         if fragment.metadata is None:
             return "has no metadata: attach it with SampleFragment.with_metadata"
-        if self._environment_name not in (None, fragment.env_name):
-            return f"is of environment {fragment.env_name!r}, but this batch maker takes {self._environment_name!r}"
+        if self.environment_name not in (None, fragment.env_name):
+            return f"is of environment {fragment.env_name!r}, but this batch maker takes {self.environment_name!r}"
         if fragment.rollout_id in self._uses:
             return "was added before"
         defect = fragment.defect

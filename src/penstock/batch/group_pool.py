@@ -5,15 +5,13 @@ by rollout (uses, advantages) stands in the columns of a `DrawPool`. Groups are 
 one prompt stay two.
 
 - `DrawPool` gives every unit (a group, or one of its rollouts) a slot by arrival, to be drawn by rank; beside it stand,
-  in columns, how often it was used and its advantage: 20 bytes per unit. A slot of something that left stays empty
-  until the empty ones outnumber the others; then all are closed up. So a unit costs O(log n) to draw or remove,
-  amortised.
-- `RankIndex` says which of the slots that are present comes k-th, in O(log n): a Fenwick tree over slots that are
-  handed out in order and never used again until the owner rebuilds; four bytes and a flag per slot. Fenwick 1994,
-  https://doi.org/10.1002/spe.4380240306.
-- `OrderedGroups` (by age) and `DeadlineQueue` are queues from which any group may leave. Leaving is lazy: the entry
-  stays until it comes up, or until entries of groups that left outnumber the others and all of them are swept out. So
-  every operation costs O(log n), amortised, and no queue holds more than about twice what waits in it.
+  in columns, whether it may be drawn, how often it was used and its advantage: 21 bytes per unit. A slot of something
+  that left stays empty until the empty ones outnumber the others; then all are closed up. So a unit costs O(1) to place
+  or remove, amortised, and a batch one look at the flags of all: a millisecond for a million.
+- `OrderedGroups` (by age) is a queue from which any group may leave. Leaving is lazy: the entry stays until it comes
+  up, or until entries of groups that left outnumber the others and all of them are swept out. So every operation costs
+  O(log n), amortised, and no queue holds more than about twice what waits in it.
+- `DeadlineQueue` tells groups apart by their deadlines, which are few.
 """
 
 import heapq
@@ -24,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
-from jaxtyping import Bool, Int
 
 from penstock.batch.examples import Advantage, check_trainable
 from penstock.types import AnyRollout, InvalidRolloutError, RolloutGroup
@@ -232,57 +229,31 @@ class DeadlineQueue:
     """Groups by the last update that may use them first."""
 
     def __init__(self) -> None:
-        self._by_step: dict[int, list[PooledGroup]] = {}
-        self._steps: list[int] = []
-        self._entries = 0
-        self._live = 0
-
-    def __len__(self) -> int:
-        return self._live
+        self._by_step: dict[int, dict[str, PooledGroup]] = {}
 
     def set(self, group: PooledGroup, step: int) -> None:
         """Gives a group its deadline; it may come nearer, not move away."""
-        if group.deadline_step is not None:
-            if step >= group.deadline_step:
-                return
-            self._live -= 1
-        group.deadline_step = step
-        if step not in self._by_step:
-            self._by_step[step] = []
-            heapq.heappush(self._steps, step)
-        self._by_step[step].append(group)
-        self._live += 1
-        self._entries += 1
-        self._sweep()
+        if group.deadline_step is None or step < group.deadline_step:
+            self.clear(group)
+            group.deadline_step = step
+            self._by_step.setdefault(step, {})[group.group_id] = group
 
     def clear(self, group: PooledGroup) -> None:
         """A group has no deadline any more; one that never had is ignored."""
         if group.deadline_step is not None:
+            of_step = self._by_step[group.deadline_step]
+            del of_step[group.group_id]
+            if not of_step:
+                del self._by_step[group.deadline_step]
             group.deadline_step = None
-            self._live -= 1
-            self._sweep()
 
     def pop_due(self, step: int) -> list[PooledGroup]:
         """Takes out, oldest first, every group whose deadline is `step` or has passed."""
-        due: list[PooledGroup] = []
-        while self._steps and self._steps[0] <= step:
-            deadline = heapq.heappop(self._steps)
-            groups = self._by_step.pop(deadline)
-            self._entries -= len(groups)
-            for group in groups:
-                if group.deadline_step == deadline:
-                    group.deadline_step = None
-                    due.append(group)
-        self._live -= len(due)
+        passed = [deadline for deadline in self._by_step if deadline <= step]
+        due = [group for deadline in passed for group in self._by_step.pop(deadline).values()]
+        for group in due:
+            group.deadline_step = None
         return sorted(due, key=lambda group: group.order)
-
-    def _sweep(self) -> None:
-        if self._entries <= 2 * self._live + SLACK:
-            return
-        left = {step: [g for g in groups if g.deadline_step == step] for step, groups in self._by_step.items()}
-        self._by_step = {step: groups for step, groups in left.items() if groups}
-        self._steps = sorted(self._by_step)
-        self._entries = self._live
 
 
 @final
@@ -323,67 +294,6 @@ class FirstUseQueue:
 
 
 @final
-class RankIndex:
-    """Slots 0, 1, …, each present or not; the rank of a present slot is the number of present ones before it."""
-
-    def __init__(self) -> None:
-        self._tree = array("i", [0])  # _tree[i] counts the present slots among the last (i & −i) up to slot i − 1
-        self._present = bytearray()
-        self._count = 0
-
-    def __len__(self) -> int:
-        """How many slots are present."""
-        return self._count
-
-    def __contains__(self, slot: int) -> bool:
-        return bool(self._present[slot])
-
-    def append(self, present: bool) -> None:
-        """Hands out the next slot."""
-        index = len(self._tree)
-        total, child = int(present), 1
-        while child < index & -index:
-            total += self._tree[index - child]
-            child <<= 1
-        self._tree.append(total)
-        self._present.append(present)
-        self._count += present
-
-    def mark(self, slot: int, present: bool) -> None:
-        """Makes a slot present or absent; it may be so already."""
-        change = present - self._present[slot]
-        if not change:
-            return
-        self._present[slot] = present
-        self._count += change
-        index = slot + 1
-        while index < len(self._tree):
-            self._tree[index] += change
-            index += index & -index
-
-    def select(self, rank: int) -> int:
-        """The slot of a rank, 0 ≤ rank < len(self)."""
-        tree, size = self._tree, len(self._tree)
-        index, step = 0, 1 << (size - 1).bit_length()
-        while step:
-            reached = index + step
-            if reached < size and tree[reached] <= rank:
-                index = reached
-                rank -= tree[reached]
-            step >>= 1
-        return index
-
-    def keep(self, slots: Int[np.ndarray, " k"]) -> None:
-        """Forgets every slot but these, which become 0, 1, …; O(number of slots)."""
-        present: Bool[np.ndarray, " k"] = np.frombuffer(bytes(self._present), np.bool_)[slots]
-        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(present)])
-        ends = np.arange(len(before))
-        self._tree = array("i", (before - before[ends - (ends & -ends)]).astype(np.int32).tobytes())
-        self._present = bytearray(present.tobytes())
-        self._count = int(before[-1])
-
-
-@final
 class DrawPool:
     """Units in order of arrival, each drawable or not yet.
 
@@ -397,14 +307,15 @@ class DrawPool:
     def __init__(self, by_member: bool) -> None:
         self.by_member = by_member
         self._owners: list[PooledGroup | None] = []
-        self._ranks = RankIndex()
+        self._drawable = bytearray()
         self._uses = array("i")
         self._advantages: list[Advantage] = []
         self._live = 0
+        self._count = 0
 
     def __len__(self) -> int:
         """How many units may be drawn."""
-        return len(self._ranks)
+        return self._count
 
     @property
     def units(self) -> int:
@@ -425,10 +336,11 @@ class DrawPool:
         group.pool, group.first_slot = self, len(self._owners)
         for index in range(width):
             self._owners.append(group)
-            self._ranks.append(drawable)
+            self._drawable.append(drawable)
             self._uses.append(0)
             self._advantages.append(0.0 if advantages is None else advantages[index])
         self._live += width
+        self._count += width if drawable else 0
 
     def slots(self, group: PooledGroup) -> list[int]:
         """The slots of a group's units that are still here."""
@@ -442,14 +354,15 @@ class DrawPool:
         assert group is not None
         return group
 
-    def select(self, ranks: Iterable[int]) -> list[int]:
+    def select(self, ranks: Sequence[int]) -> list[int]:
         """The slots of what may be drawn, by rank: 0 is the oldest."""
-        return [self._ranks.select(rank) for rank in ranks]
+        return np.flatnonzero(np.frombuffer(self._drawable, np.bool_))[list(ranks)].tolist()
 
     def set_drawable(self, slots: Iterable[int], drawable: bool) -> None:
         """Lets units be drawn from now on, or not."""
         for slot in slots:
-            self._ranks.mark(slot, drawable)
+            self._count += drawable - self._drawable[slot]
+            self._drawable[slot] = drawable
 
     def uses(self, slot: int) -> int:
         """How often a unit was used."""
@@ -464,21 +377,21 @@ class DrawPool:
         self._uses[slot] += 1
         return self._uses[slot]
 
-    def remove(self, slots: Iterable[int]) -> None:
+    def remove(self, slots: Sequence[int]) -> None:
         """Units leave, single ones out of their group's members too."""
+        self.set_drawable(slots, False)
         for slot in slots:
             group = self.owner(slot)
             if self.by_member:
                 group.members[slot - group.first_slot] = None
             self._owners[slot] = None
-            self._ranks.mark(slot, False)
             self._live -= 1
         if len(self._owners) > 2 * self._live + SLACK:
             self._close_up()
 
     def _close_up(self) -> None:
         kept = np.flatnonzero(np.fromiter((owner is not None for owner in self._owners), np.bool_, len(self._owners)))
-        self._ranks.keep(kept)
+        self._drawable = bytearray(np.frombuffer(self._drawable, np.uint8)[kept].tobytes())
         self._uses = array("i", np.frombuffer(self._uses, np.int32)[kept].tobytes())
         self._advantages = [self._advantages[slot] for slot in kept]
         self._owners = [owner for owner in self._owners if owner is not None]

@@ -79,17 +79,15 @@ class BatchMaker(ABC, Generic[Given, Made]):
 
 
 class PacedBatchMaker(BatchMaker[Given, Made]):
-    """A batch maker that knows deadlines, counts uses itself, and forgets what the buffer drops."""
+    """A batch maker that knows deadlines, counts uses itself, and forgets what the buffer drops.
 
-    @property
-    @abstractmethod
-    def unit(self) -> Unit:
-        """What `batch_size` counts."""
+    Attributes:
+        unit: What `batch_size` counts.
+        environment_name: The one environment that it takes rollouts of; None means any.
+    """
 
-    @property
-    @abstractmethod
-    def environment_name(self) -> str | None:
-        """The one environment that it takes rollouts of; None means any."""
+    unit: Unit = "rollout"
+    environment_name: str | None = None
 
     @abstractmethod
     def set_step(self, step: int) -> None:

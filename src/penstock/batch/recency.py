@@ -1,7 +1,7 @@
 """A batch maker that prefers what is new, and still reaches what is old.
 
-Costs O(log n) per unit that comes, goes or is drawn. Not covered: which rollouts are too old to be drawn at all; the
-replay buffer discards those.
+Costs O(log n) per unit that comes or goes, and one pass over flags of all units per batch. Not covered: which rollouts
+are too old to be drawn at all; the replay buffer discards those.
 """
 
 import math
@@ -73,7 +73,8 @@ class RecencyBatchMaker(PacedBatchMaker):
             )
         self._advantage: AdvantageName | GroupAdvantage = advantage
         self._uses = uses_limit(max_samples)
-        self._unit: Unit = unit
+        self.unit = unit
+        self.environment_name = environment_name
         self._held = GroupTable(max_tokens, allow_truncated_sampling, environment_name, ordered)
         self._draw = RankSampler(alpha)
         self._shares = LargestRemainder(balance)
@@ -88,16 +89,6 @@ class RecencyBatchMaker(PacedBatchMaker):
         """How many units are here."""
         placed = sum(pool.units for pool in self._pools.values())
         return placed + sum(self._width(group) for group in self._held.unplaced())
-
-    @property
-    @override
-    def unit(self) -> Unit:
-        return self._unit
-
-    @property
-    @override
-    def environment_name(self) -> str | None:
-        return self._held.environment_name
 
     @override
     def add_rollout(self, rollout: AnyRollout) -> None:
@@ -117,7 +108,7 @@ class RecencyBatchMaker(PacedBatchMaker):
 
     def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
         """See `BatchMaker.get_batch_metadata`; what is in it says `penstock.batch.examples.batch_metadata`."""
-        flat = self._flat if self._unit == "rollout" else [not has_signal(group) for group in self._last]
+        flat = self._flat if self.unit == "rollout" else [not has_signal(group) for group in self._last]
         return batch_metadata(self._last, flat, batch)
 
     @override
@@ -137,8 +128,8 @@ class RecencyBatchMaker(PacedBatchMaker):
     def judge_arrivals(self) -> None:
         for group in self._held.arrived():
             as_group = group.as_group()
-            pool = self._pools.setdefault(as_group.rollouts[0].env_name, DrawPool(by_member=self._unit == "rollout"))
-            by_batch = self._unit == "group" or self._advantage in OF_THE_BATCH
+            pool = self._pools.setdefault(as_group.rollouts[0].env_name, DrawPool(by_member=self.unit == "rollout"))
+            by_batch = self.unit == "group" or self._advantage in OF_THE_BATCH
             advantages = None if by_batch else compute_advantages(self._advantage, [as_group])[0]
             if pool.by_member:
                 group.flat = len({rollout.episode_reward for rollout in as_group.rollouts}) == 1
@@ -174,10 +165,10 @@ class RecencyBatchMaker(PacedBatchMaker):
         return list(chosen.items())
 
     def _width(self, group: PooledGroup) -> int:
-        return 1 if self._unit == "group" else len(group.rollouts())
+        return 1 if self.unit == "group" else len(group.rollouts())
 
     def _advantages(self, chosen: list[tuple[PooledGroup, list[int]]]) -> Sequence[np.ndarray | Sequence[Advantage]]:
-        if self._unit == "group" or self._advantage in OF_THE_BATCH:
+        if self.unit == "group" or self._advantage in OF_THE_BATCH:
             return compute_advantages(self._advantage, self._last)
         return [[_pool(group).advantage(slot) for slot in slots] for group, slots in chosen]
 

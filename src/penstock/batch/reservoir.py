@@ -1,7 +1,7 @@
 """A batch maker that keeps a reservoir of rollouts with something to learn from, and mixes them.
 
-Groups are merged into problems for the baseline only: fates, deadlines and storage go on by group. Costs O(log n) per
-rollout that comes, goes or is drawn.
+Groups are merged into problems for the baseline only: fates, deadlines and storage go on by group. Costs O(1) per
+rollout that comes or goes, and one pass over flags of all rollouts per batch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from penstock.batch.advantages import Baseline, BaselineTable, Retention, versio
 from penstock.batch.draws import RankSampler
 from penstock.batch.examples import assemble_example, batch_metadata
 from penstock.batch.group_pool import DeadlineQueue, DrawPool, GroupTable, PooledGroup, group_of
-from penstock.batch.maker import BatchRandomness, Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
+from penstock.batch.maker import BatchRandomness, Dropped, PacedBatchMaker, check_choice, uses_limit
 from penstock.types import AnyRollout, Fate, RLExample, RolloutGroup, RolloutRecord
 
 
@@ -57,6 +57,7 @@ class GrpoBatchMaker(PacedBatchMaker):
     ) -> None:
         check_choice("retention", retention, Retention)
         self._uses = uses_limit(max_samples)
+        self.environment_name = environment_name
         self._held = GroupTable(max_tokens, allow_truncated_sampling, environment_name, ordered)
         self._baselines = BaselineTable(retention)
         self._reservoir = DrawPool(by_member=True)
@@ -70,16 +71,6 @@ class GrpoBatchMaker(PacedBatchMaker):
     def __len__(self) -> int:
         """How many rollouts are in the reservoir or about to be judged."""
         return len(self._reservoir) + sum(len(group.members) for group in self._held.unplaced())
-
-    @property
-    def unit(self) -> Unit:
-        """Rollouts."""
-        return "rollout"
-
-    @property
-    @override
-    def environment_name(self) -> str | None:
-        return self._held.environment_name
 
     @override
     def add_rollout(self, rollout: AnyRollout | RolloutRecord) -> None:

@@ -7,7 +7,7 @@ another, and nothing is forgotten. So it tries thresholds and frequencies, and p
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from penstock.curriculum.config import CurriculumConfig
+from penstock.curriculum.config import CurriculumConfig, LessonConfig
 from penstock.curriculum.curriculum import Curriculum
 from penstock.curriculum.progress import CurriculumEvent, LessonStatus, evaluation_due
 from penstock.types import ConfigError, RolloutBatchStats, fold, generator
@@ -101,12 +101,15 @@ class SimulatedCurriculum:
     Attributes:
         steps: The step → every lesson then, in the configuration's order.
         events: (step, what happened), in order.
-        complete_at: The step at which every lesson had graduated; None where that never was.
     """
 
     steps: dict[int, dict[str, SimulatedLesson]] = field(default_factory=dict[int, dict[str, SimulatedLesson]])
     events: list[tuple[int, CurriculumEvent]] = field(default_factory=list[tuple[int, CurriculumEvent]])
-    complete_at: int | None = None
+
+    @property
+    def complete_at(self) -> int | None:
+        """The step at which every lesson had graduated; None where that never was."""
+        return next((step for step, event in self.events if event.kind == "completed"), None)
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -127,6 +130,30 @@ class SimulatedCurriculum:
             console.print(f"step {step}: {event.lesson_id} {event.kind}, {event.reason}", highlight=False)
         end = "never" if self.complete_at is None else f"at step {self.complete_at}"
         console.print(f"every lesson has graduated: {end}", highlight=False)
+
+
+@dataclass(slots=True)
+class _Pupil:
+    """A lesson as it is learned: along its curve, by so many rollouts that were practised."""
+
+    lesson: LessonConfig
+    curve: LearningCurve
+    practised: int = 0
+
+    @property
+    def success(self) -> float:
+        return self.curve.success(self.practised)
+
+    def answers(self, groups: int, size: int, seed: int) -> RolloutBatchStats:
+        """So many groups of so many rollouts as it stands."""
+        threshold = self.lesson.success_threshold
+        won = generator(seed).random(groups * size) < self.success
+        rewards = np.where(won, max(1.0, threshold), min(0.0, threshold - 1.0))
+        solved = float(won.reshape(groups, size).any(axis=1).mean())
+        return RolloutBatchStats(
+            self.lesson.lesson_id, groups, len(won), float(rewards.mean()), float(won.mean()), solved, 0.0, 0.0,
+            tuple(rewards.tolist()),
+        )  # fmt: skip
 
 
 def simulate_curriculum(
@@ -150,62 +177,52 @@ def simulate_curriculum(
     Raises:
         ConfigError: a curve is of no lesson, or a number is too small.
     """
-    unknown = sorted(curves.keys() - config.lessons.keys())
-    if unknown:
-        raise ConfigError(f"lesson {unknown[0]!r} is not in the recipe: its lessons are {', '.join(config.lessons)}")
-    for name, value, least in (("steps", steps, 0), ("groups_per_step", groups_per_step, 1), ("every", every, 1)):
-        if value < least:
-            raise ConfigError(f"{name} is {value}: it must be at least {least}")
+    _check_arguments(
+        config, curves, {"steps": (steps, 0), "groups_per_step": (groups_per_step, 1), "every": (every, 1)}
+    )
     curriculum, result = Curriculum(config), SimulatedCurriculum()
-    pupils = {lesson_id: curves.get(lesson_id, LearningCurve()) for lesson_id in config.lessons}
-    practised = dict.fromkeys(config.lessons, 0)
+    pupils = {name: _Pupil(lesson, curves.get(name, LearningCurve())) for name, lesson in config.lessons.items()}
 
-    def answers(lesson_id: str, groups: int, size: int, *place: str | int) -> RolloutBatchStats:
-        chance, threshold = pupils[lesson_id].success(practised[lesson_id]), config.lessons[lesson_id].success_threshold
-        won = generator(fold(seed, lesson_id, *place)).random(groups * size) < chance
-        rewards = np.where(won, max(1.0, threshold), min(0.0, threshold - 1.0))
-        solved = float(won.reshape(groups, size).any(axis=1).mean())
-        return RolloutBatchStats(
-            lesson_id, groups, len(won), float(rewards.mean()), float(won.mean()), solved, 0.0, 0.0,
-            tuple(rewards.tolist()),
-        )  # fmt: skip
-
-    def note(step: int, events: tuple[CurriculumEvent, ...]) -> None:
+    def note(step: int, events: Iterable[CurriculumEvent]) -> None:
         result.events.extend((step, event) for event in events)
-        if curriculum.complete and result.complete_at is None:
-            result.complete_at = step
 
-    def evaluate(step: int) -> None:
-        for lesson_id in config.lessons:
-            note(step, curriculum.update_evaluation(answers(lesson_id, config.eval_n_examples, 1, "eval", step), step))
-
-    def record(step: int) -> None:
-        probabilities = curriculum.probabilities()
-        records = {lesson_id: curriculum.progress(lesson_id) for lesson_id in config.lessons}
-        result.steps[step] = {
-            lesson_id: SimulatedLesson(
-                known.status,
-                probabilities.get(lesson_id, 0.0),
-                known.success,
-                pupils[lesson_id].success(practised[lesson_id]),
-                practised[lesson_id],
-            )
-            for lesson_id, known in records.items()
-        }
-
-    record(step := 0)
-    evaluated = 0
+    step = evaluated = 0
+    result.steps[step] = _lessons_now(curriculum, pupils)
     while step < steps and not (config.when_complete == "stop" and curriculum.complete):
         for group in range(step * groups_per_step, (step + 1) * groups_per_step):
             lesson_id = curriculum.sample_lesson(fold(seed, "lesson", group))
-            size = config.lessons[lesson_id].sampling_params.n_generations_per_prompt
-            note(step, curriculum.update_training(answers(lesson_id, 1, size, "train", group)))
-            practised[lesson_id] += size
+            pupil = pupils[lesson_id]
+            size = pupil.lesson.sampling_params.n_generations_per_prompt
+            note(step, curriculum.update_training(pupil.answers(1, size, fold(seed, lesson_id, "train", group))))
+            pupil.practised += size
         step += 1
         if evaluation_due(config.eval_frequency, evaluated, step):
             evaluated = step
-            evaluate(step)
+            for lesson_id, pupil in pupils.items():
+                answers = pupil.answers(config.eval_n_examples, 1, fold(seed, lesson_id, "eval", step))
+                note(step, curriculum.update_evaluation(answers, step))
         if step % every == 0:
-            record(step)
-    record(step)
+            result.steps[step] = _lessons_now(curriculum, pupils)
+    result.steps[step] = _lessons_now(curriculum, pupils)
     return result
+
+
+def _check_arguments(
+    config: CurriculumConfig, curves: Mapping[str, LearningCurve], numbers: Mapping[str, tuple[int, int]]
+) -> None:
+    """Refuses curves of no lesson, and numbers, each with the least that it may be."""
+    unknown = sorted(curves.keys() - config.lessons.keys())
+    if unknown:
+        raise ConfigError(f"lesson {unknown[0]!r} is not in the recipe: its lessons are {', '.join(config.lessons)}")
+    for name, (value, least) in numbers.items():
+        if value < least:
+            raise ConfigError(f"{name} is {value}: it must be at least {least}")
+
+
+def _lessons_now(curriculum: Curriculum, pupils: Mapping[str, _Pupil]) -> dict[str, SimulatedLesson]:
+    probabilities = curriculum.probabilities()
+    found: dict[str, SimulatedLesson] = {}
+    for lesson_id, pupil in pupils.items():
+        known, probability = curriculum.progress(lesson_id), probabilities.get(lesson_id, 0.0)
+        found[lesson_id] = SimulatedLesson(known.status, probability, known.success, pupil.success, pupil.practised)
+    return found

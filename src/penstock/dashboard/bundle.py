@@ -7,7 +7,6 @@ each in a function of its own, and the data stands in a script, too. What needs 
 
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +101,8 @@ def joined(modules: dict[str, str]) -> str:
 
 _IMPORT = re.compile(r'^import (?P<what>\w+|\{[^}]*\}) from "\./(?P<file>[\w.]+)";$', re.MULTILINE)
 _DEFAULT = re.compile(r"^export \{ (\w+) as default \};$", re.MULTILINE)
-_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (?P<name>\w+))", re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
 _PRELOAD = re.compile(r'^<link rel="modulepreload".*\n', re.MULTILINE)
-_NAMED = re.compile(r"^export (?:async )?(?:function|const|class) (\w+)", re.MULTILINE)
 
 
 def _unwrapped(name: str, text: str, before: list[str]) -> tuple[str, list[str]]:
@@ -114,7 +112,7 @@ def _unwrapped(name: str, text: str, before: list[str]) -> tuple[str, list[str]]
         what = match["what"] if match["what"].startswith("{") else f"{{ default: {match['what']} }}"
         return f'const {what} = modules["{match["file"]}"];'
 
-    exported = [f"default: {each}" for each in _DEFAULT.findall(text)] or _NAMED.findall(text)
+    exported = [f"default: {each}" for each in _DEFAULT.findall(text)] or _EXPORT.findall(text)
     return _EXPORT.sub("", _DEFAULT.sub("", _IMPORT.sub(taken, text))), exported
 
 
@@ -136,8 +134,9 @@ def _data(runs: ObservedRuns) -> tuple[dict[str, Any], int, int, int]:
             if room <= 0:
                 left_out += 1
                 continue
-            page = _tried(lambda run=run, group=group: safe(group_page(run, group["group_id"])))
-            if page is None:
+            try:
+                page = safe(group_page(run, group["group_id"]))
+            except PenstockError:  # its files are gone or broken
                 broken += 1
                 continue
             room -= len(to_json(page))
@@ -181,11 +180,3 @@ def _all_groups(run: ObservedRun) -> list[dict[str, Any]]:
             break
         found += page
     return found
-
-
-def _tried(read: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-    """None where the files of a group are gone or broken."""
-    try:
-        return read()
-    except PenstockError:
-        return None

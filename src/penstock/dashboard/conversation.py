@@ -25,7 +25,7 @@ from rich.text import Text
 
 from penstock.dashboard.groups import state_style
 from penstock.dashboard.lookup import BatchUse, StoredRollout
-from penstock.dashboard.tokens import TokenText
+from penstock.dashboard.tokens import TokenText, breaks_within, turns_of
 from penstock.text.safe_text import printable
 from penstock.types import AnyRollout, Turn
 
@@ -249,8 +249,7 @@ def _seconds(stored: StoredRollout) -> str:
 
 def _turns(rollout: AnyRollout) -> list[Turn]:
     """The turns; spans between them belong to the one that follows. Without any: the prompt and the response."""
-    prompt, length = len(rollout.prompt_tokens), len(rollout.prompt_tokens) + len(rollout.response_tokens)
-    turns = list(rollout.turns) or [Turn("user", "", 0, prompt), Turn("assistant", "", prompt, length)]
+    turns, length = turns_of(rollout), len(rollout.prompt_tokens) + len(rollout.response_tokens)
     starts = [0, *(turn.stop for turn in turns)]
     spread = [Turn(t.role, t.content, min(a, t.start), t.stop) for a, t in zip(starts, turns, strict=False)]
     last = spread[-1]
@@ -281,18 +280,10 @@ def _turn_text(turn: Turn, stored: StoredRollout, style: ConversationStyle) -> T
     tokens = np.concatenate([rollout.prompt_tokens, rollout.response_tokens])[turn.start : turn.stop].tolist()
     text = Text()
     prompt = len(rollout.prompt_tokens)
-    breaks = _breaks(rollout, turn)
-    for piece in style.token_text.pieces(tokens, breaks):
+    for piece in style.token_text.pieces(tokens, breaks_within(rollout, turn.start, turn.stop)):
         first, last = turn.start + piece.start - prompt, turn.start + piece.stop - prompt
         _append_piece(text, piece.text, first, last, stored, style)
     return text
-
-
-def _breaks(rollout: AnyRollout, turn: Turn) -> set[int]:
-    """Where within a turn the prompt ends, or sampled tokens begin or end."""
-    sampled = np.concatenate([np.zeros(len(rollout.prompt_tokens), np.bool_), rollout.response_mask])
-    changes = np.flatnonzero(np.diff(sampled[turn.start : turn.stop].astype(np.int8))) + 1
-    return {*map(int, changes), len(rollout.prompt_tokens) - turn.start}
 
 
 def _append_piece(

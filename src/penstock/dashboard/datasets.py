@@ -216,27 +216,20 @@ class DatasetRequest:
     min_margin: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DatasetReport:
-    """What came of an export.
+    """What comes of an export.
 
     Attributes:
         path: Where it is.
-        examples: How many.
         considered: Rollouts that the filter let through.
+        examples: How many were written so far.
         without_text: Chosen rollouts or pairs that gave no example, for they have no text.
         indistinct: Pairs whose completions or prompts did not fit together: the same text twice, or different prompts.
     """
 
     path: Path
-    examples: int
     considered: int
-    without_text: int
-    indistinct: int
-
-
-@dataclass(slots=True)
-class _ExportCounts:
     examples: int = 0
     without_text: int = 0
     indistinct: int = 0
@@ -278,22 +271,22 @@ def _export(views: RunViews, request: DatasetRequest) -> DatasetReport:
             f"--select {request.selection} finds nothing among {len(candidates)} rollouts{words}: "
             "loosen --min-reward, --min-margin or the filters"
         )
-    counts = _ExportCounts()
+    report = DatasetReport(request.path, len(candidates))
     is_pairs = request.selection == "pairs"
-    examples = _at_least_one(_examples(views, choices, counts), counts, request)
+    examples = _at_least_one(_examples(views, choices, report), report, request)
     write_dataset(request.path, request.format, examples, is_pairs, views.directory.path.name)
-    return DatasetReport(request.path, counts.examples, len(candidates), counts.without_text, counts.indistinct)
+    return report
 
 
 def _at_least_one(
-    examples: Iterator[dict[str, Any]], counts: _ExportCounts, request: DatasetRequest
+    examples: Iterator[dict[str, Any]], report: DatasetReport, request: DatasetRequest
 ) -> Iterator[dict[str, Any]]:
     """Fails at its end where there was none, so that no empty data set is left."""
     yield from examples
-    if not counts.examples:
+    if not report.examples:
         raise ConfigError(
-            f"--select {request.selection} finds no example: of what it chose, {counts.without_text:,} have no text"
-            + (f" and {counts.indistinct:,} are pairs of equal texts or different prompts" if counts.indistinct else "")
+            f"--select {request.selection} finds no example: of what it chose, {report.without_text:,} have no text"
+            + (f" and {report.indistinct:,} are pairs of equal texts or different prompts" if report.indistinct else "")
             + ": choose others by --select, --step, --lesson or --fate"
         )
 
@@ -322,7 +315,7 @@ def _choice(*members: Mapping[str, Any]) -> _Selection:
     )
 
 
-def _examples(views: RunViews, choices: Sequence[_Selection], counts: _ExportCounts) -> Iterator[dict[str, Any]]:
+def _examples(views: RunViews, choices: Sequence[_Selection], report: DatasetReport) -> Iterator[dict[str, Any]]:
     """Joins choices with their texts, in the order of the files."""
     pending: dict[str, list[_Selection]] = defaultdict(list)
     for choice in choices:
@@ -336,22 +329,22 @@ def _examples(views: RunViews, choices: Sequence[_Selection], counts: _ExportCou
             texts[row["rollout_id"]] = row
             for choice in pending[row["rollout_id"]]:
                 if all(rollout_id in texts for rollout_id in choice.ids):
-                    yield from _example(choice, [texts[rollout_id] for rollout_id in choice.ids], counts)
+                    yield from _example(choice, [texts[rollout_id] for rollout_id in choice.ids], report)
                     for rollout_id in choice.ids:
                         del texts[rollout_id]
 
 
-def _example(choice: _Selection, rows: Sequence[Mapping[str, Any]], counts: _ExportCounts) -> Iterator[dict[str, Any]]:
+def _example(choice: _Selection, rows: Sequence[Mapping[str, Any]], report: DatasetReport) -> Iterator[dict[str, Any]]:
     """The example of a choice, or none."""
     parted = [_parted(row["turns"]) for row in rows]
     if any(part is None for part in parted):
-        counts.without_text += 1
+        report.without_text += 1
         return
     (prompt, completion), *rest = [part for part in parted if part is not None]
     first = rows[0]
     origin = {key: first[key] for key in ("lesson_id", "env_name", "env_example_id")}
-    counts.examples += 1
     if not rest:
+        report.examples += 1
         yield {
             "prompt": prompt,
             "completion": completion,
@@ -366,9 +359,9 @@ def _example(choice: _Selection, rows: Sequence[Mapping[str, Any]], counts: _Exp
         return
     (other_prompt, rejected) = rest[0]
     if other_prompt != prompt or rejected == completion:
-        counts.examples -= 1
-        counts.indistinct += 1
+        report.indistinct += 1
         return
+    report.examples += 1
     yield {
         "prompt": prompt,
         "chosen": completion,

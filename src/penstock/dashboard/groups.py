@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -247,27 +247,30 @@ LINES_AROUND = 9
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 8
 _GAPS = (2, 1)
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
-    """How one column is made.
+class Column(Generic[Row]):
+    """How one column of a table is made.
 
     Attributes:
         title: Its heading.
-        cell: A group's cell; a plain one may hold anything.
+        cell: A row's cell; a plain one may hold anything.
         rank: Columns of the highest rank are left out first where the table is too wide; 0 always stays.
         right: Whether it is of numbers.
+        whole: Whether its cells are never cut: they go on in another line.
     """
 
     title: str
-    cell: Callable[[GroupSummary], Text | str]
+    cell: Callable[[Row], Text | str]
     rank: int = 0
     right: bool = True
+    whole: bool = False
 
-    def text(self, group: GroupSummary) -> Text:
+    def text(self, row: Row) -> Text:
         """What is printed: never markup, and no control characters."""
-        cell = self.cell(group)
+        cell = self.cell(row)
         return cell if isinstance(cell, Text) else Text(printable(cell))
 
 
@@ -299,18 +302,18 @@ def print_groups_json(views: RunViews, wanted: GroupFilter, limit: int | None) -
 
 def group_table(groups: Sequence[GroupSummary], width: int) -> Table:
     """The groups as a table that fits a width, as far as whole ids let it."""
-    columns, gap = _fitting(_columns(groups), groups, width)
+    return fitted_table(_columns(groups), groups, width)
+
+
+def fitted_table(columns: Sequence[Column[Row]], rows: Sequence[Row], width: int) -> Table:
+    """A table in which columns move closer, and then are left out by their ranks, until the rest fits or is needed."""
+    columns, gap = _fitting(columns, rows, width)
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
-        is_id = column.title == "group"
-        table.add_column(
-            column.title,
-            justify="right" if column.right else "left",
-            no_wrap=not is_id,
-            overflow="fold" if is_id else "ellipsis",
-        )
-    for group in groups:
-        table.add_row(*(column.text(group) for column in columns))
+        justify, overflow = "right" if column.right else "left", "fold" if column.whole else "ellipsis"
+        table.add_column(column.title, justify=justify, no_wrap=not column.whole, overflow=overflow)
+    for row in rows:
+        table.add_row(*(column.text(row) for column in columns))
     return table
 
 
@@ -325,31 +328,31 @@ def counts_text(counts: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {state}" for state, count in largest_first)
 
 
-def _columns(groups: Sequence[GroupSummary]) -> list[_Column]:
+def _columns(groups: Sequence[GroupSummary]) -> list[Column[GroupSummary]]:
     low = min(min(group.rewards) for group in groups)
     high = max(max(group.rewards) for group in groups)
     in_id = all(group.group_id.startswith(f"{group.lesson_id}-") for group in groups)
     return [
-        _Column("step", lambda group: "–" if group.step is None else str(group.step)),
-        _Column("lesson", lambda group: group.lesson_id, 7 if in_id else 1, right=False),
-        _Column("group", lambda group: group.group_id, right=False),
-        _Column("n", lambda group: str(len(group.rewards))),
-        _Column("reward", lambda group: Text(_number(group.reward_mean), style="bold")),
-        _Column("min", lambda group: _number(min(group.rewards)), 4),
-        _Column("max", lambda group: _number(max(group.rewards)), 4),
-        _Column("rewards", lambda group: _sparkline(sorted(group.rewards), low, high), 5, right=False),
-        _Column("advantage", lambda group: _spread(group.advantages), 6),
-        _Column("tokens", lambda group: f"{group.response_tokens:.0f}", 2),
-        _Column("weights", lambda group: _span(group.oldest_weight_step, group.newest_weight_step), 2),
-        _Column("age", lambda group: "–" if group.staleness is None else str(group.staleness), 3),
-        _Column("state", lambda group: _states(group.states), right=False),
+        Column("step", lambda group: or_dash(group.step)),
+        Column("lesson", lambda group: group.lesson_id, 7 if in_id else 1, right=False),
+        Column("group", lambda group: group.group_id, right=False, whole=True),
+        Column("n", lambda group: str(len(group.rewards))),
+        Column("reward", lambda group: Text(_number(group.reward_mean), style="bold")),
+        Column("min", lambda group: _number(min(group.rewards)), 4),
+        Column("max", lambda group: _number(max(group.rewards)), 4),
+        Column("rewards", lambda group: _sparkline(sorted(group.rewards), low, high), 5, right=False),
+        Column("advantage", lambda group: _spread(group.advantages), 6),
+        Column("tokens", lambda group: f"{group.response_tokens:.0f}", 2),
+        Column("weights", lambda group: version_span(group.oldest_weight_step, group.newest_weight_step), 2),
+        Column("age", lambda group: or_dash(group.staleness), 3),
+        Column("state", lambda group: _states(group.states), right=False),
     ]
 
 
-def _fitting(columns: list[_Column], groups: Sequence[GroupSummary], width: int) -> tuple[list[_Column], int]:
-    """Moves columns closer, then leaves out those of the highest rank, until the rest fits or is needed."""
+def _fitting(columns: Sequence[Column[Row]], rows: Sequence[Row], width: int) -> tuple[Sequence[Column[Row]], int]:
+    """The columns that are shown, and how far apart."""
     widths = {
-        column.title: max(cell_len(column.title), *(cell_len(column.text(group).plain) for group in groups))
+        column.title: max(cell_len(column.title), *(cell_len(column.text(row).plain) for row in rows))
         for column in columns
     }
     for rank in sorted({column.rank for column in columns}, reverse=True):
@@ -369,7 +372,13 @@ def _spread(advantages: Iterable[float]) -> str:
     return f"{min(values):+.2f} … {max(values):+.2f}" if values else "–"
 
 
-def _span(oldest: int, newest: int) -> str:
+def or_dash(number: int | None) -> str:
+    """A number, or a dash where there is none."""
+    return "–" if number is None else str(number)
+
+
+def version_span(oldest: int, newest: int) -> str:
+    """The versions behind something, in few characters."""
     return str(oldest) if oldest == newest else f"{oldest}–{newest}"
 
 

@@ -22,7 +22,7 @@ from penstock.dashboard.findings import (
 from penstock.dashboard.index import AGE
 from penstock.dashboard.observation import ObservedRun, ObservedRuns
 from penstock.dashboard.rollout_pages import batches_of, choices, group_list, group_page, moved_by, timeline
-from penstock.dashboard.status import components, finite
+from penstock.dashboard.status import components, finite, mapping
 from penstock.rundir.commands import command_line
 from penstock.rundir.logs import LIFE_BEGINS
 from penstock.rundir.replayed_updates import HEADLINE, KeptReplay, read_replays
@@ -65,8 +65,8 @@ def run_page(run: ObservedRun) -> dict[str, Any]:
         "runtime": status.runtime,
         "directory": str(run.directory.path),
         "phase": status.content.get("phase", ""),
-        "words": _mapping(status.content.get("training")).get("words", ""),
-        "no_signal": _mapping(status.content.get("training")).get("no_signal", ""),
+        "words": mapping(status.content.get("training")).get("words", ""),
+        "no_signal": mapping(status.content.get("training")).get("no_signal", ""),
         "bottleneck": status.content.get("bottleneck", ""),
         "waiting_for": status.content.get("waiting_for", ""),
         "ledger": status.content.get("ledger", {}),
@@ -135,15 +135,15 @@ def ledger_page(run: ObservedRun) -> dict[str, Any]:
         f"""SELECT {AGE} AS age, count(*) AS rollouts FROM rollouts r JOIN groups g USING (g)
         WHERE r.state = 'trained' AND r.weight_step IS NOT NULL GROUP BY 1 ORDER BY 1"""
     )
-    ledger = _mapping(run.status().content.get("ledger"))
+    ledger = mapping(run.status().content.get("ledger"))
     return {"flows": flows, "reasons": reasons, "ages": ages, "ledger": ledger, "words": lost_in_words(run)}
 
 
 def lessons_page(run: ObservedRun) -> dict[str, Any]:
     """The lessons, what each waits for, and how its rollouts fared; of simulators the tasks."""
-    states = _mapping(run.status().content.get("lessons"))
-    curriculum = _mapping(_mapping(run.config.get("curriculum")).get("lessons"))
-    tasks = _mapping(_mapping(run.config.get("fleet")).get("tasks"))
+    states = mapping(run.status().content.get("lessons"))
+    curriculum = mapping(mapping(run.config.get("curriculum")).get("lessons"))
+    tasks = mapping(mapping(run.config.get("fleet")).get("tasks"))
     fared = {
         row["lesson"]: row
         for row in run.index.rows(
@@ -156,10 +156,10 @@ def lessons_page(run: ObservedRun) -> dict[str, Any]:
     }
     lessons = []
     for name in dict.fromkeys([*curriculum, *tasks, *states, *fared]):
-        config = _mapping(curriculum.get(name))
-        needs = [_mapping(need).get("dependency_id") for need in config.get("dependencies") or ()]
+        config = mapping(curriculum.get(name))
+        needs = [mapping(need).get("dependency_id") for need in config.get("dependencies") or ()]
         metrics = [m for m in run.curves.names if f"/{name}/" in m]
-        environment = _mapping(config.get("environment")).get("env_class") or _mapping(tasks.get(name)).get("id", "")
+        environment = mapping(config.get("environment")).get("env_class") or mapping(tasks.get(name)).get("id", "")
         lessons.append({
             "lesson": name, "state": str(states.get(name, "")), "needs": [str(need) for need in needs if need],
             "environment": str(environment),
@@ -231,8 +231,8 @@ def update_page(run: ObservedRun, step: int) -> dict[str, Any]:
         here = int(np.searchsorted(steps, step))
         if here < len(steps) and steps[here] == step:
             window = np.concatenate([values[max(0, here - 20) : here], values[here + 1 : here + 21]])
-            around = [_plain(window.mean()), _plain(window.std())] if len(window) > 4 else [None, None]
-            numbers[name] = [_plain(values[here]), *around]
+            around = [finite(window.mean()), finite(window.std())] if len(window) > 4 else [None, None]
+            numbers[name] = [finite(values[here]), *around]
     path = run.directory.path
     return {
         "step": step,
@@ -286,7 +286,7 @@ def safe(value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, float | np.floating):
-        return _plain(value)
+        return finite(float(value))
     if isinstance(value, Mapping):
         return {printable(str(key)): safe(item) for key, item in value.items()}
     return [safe(item) for item in value] if isinstance(value, list | tuple) else value
@@ -311,10 +311,10 @@ RUN_PAGES: dict[str, Callable[[ObservedRun, Mapping[str, str]], dict[str, Any]]]
 
 def _line(run: ObservedRun) -> dict[str, Any]:
     status, events = run.status(), run.events()
-    training = _mapping(status.content.get("training"))
+    training = mapping(status.content.get("training"))
     held_out = {
-        name: [finite(_mapping(found).get("score")), _mapping(found).get("step")]
-        for name, found in _mapping(training.get("held_out")).items()
+        name: [finite(mapping(found).get("score")), mapping(found).get("step")]
+        for name, found in mapping(training.get("held_out")).items()
     }
     score, (_, rewards, _) = finite(training.get("score")), run.curves.series(_score_name(run))
     started = [event["time"] for event in events if event.get("event") == "start" and "time" in event]
@@ -329,7 +329,7 @@ def _line(run: ObservedRun) -> dict[str, Any]:
         "step": status.content.get("step"),
         "steps": status.content.get("steps") or run.config.get("steps"),
         "lineage": status.content.get("lineage", 0),
-        "score": _plain(rewards[-1]) if score is None and len(rewards) else score,
+        "score": finite(rewards[-1]) if score is None and len(rewards) else score,
         "held_out": held_out or _last_held_out(run),
         "troubles": sum(str(event.get("event")) in TROUBLES for event in events),
         "started": started[0] if started else None,
@@ -361,8 +361,8 @@ def _last_held_out(run: ObservedRun) -> dict[str, list[Any]]:
 
 
 def _subjects(run: ObservedRun) -> list[str]:
-    lessons = _mapping(_mapping(run.config.get("curriculum")).get("lessons"))
-    return [str(name) for name in (*lessons, *_mapping(_mapping(run.config.get("fleet")).get("tasks")))]
+    lessons = mapping(mapping(run.config.get("curriculum")).get("lessons"))
+    return [str(name) for name in (*lessons, *mapping(mapping(run.config.get("fleet")).get("tasks")))]
 
 
 def _score_name(run: ObservedRun) -> str:
@@ -409,7 +409,7 @@ def _held_out(run: ObservedRun) -> list[dict[str, Any]]:
     for row in rows:
         rewards = row.pop("rewards")
         interval = reward_interval(rewards, row.pop("problems"))
-        low, high = _plain(interval.low), _plain(interval.high)
+        low, high = finite(interval.low), finite(interval.high)
         found.append({**row, "mean": float(np.mean(rewards)), "low": low, "high": high, "rollouts": len(rewards)})
     return found
 
@@ -428,12 +428,3 @@ def _whole(words: Mapping[str, str], name: str) -> int | None:
     if not word.lstrip("-").isdecimal() or len(word) > 15:
         raise ConfigError(f"{name} is {word!r:.40}: it must be a whole number")
     return int(word)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _plain(value: Any) -> float | None:
-    number = float(value)
-    return number if np.isfinite(number) else None

@@ -14,7 +14,7 @@ import io
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -294,14 +294,14 @@ def _line(panel: str, name: str, points: Sequence[Points], by: Axis) -> Line:
         first, last = max(each[0][0] for each in points), min(each[0][-1] for each in points)
         x = np.linspace(first, last, GRID) if last > first else np.empty(0)
         values = np.stack([np.interp(x, *each) for each in points])
-    return replace(_with_intervals(values), panel=panel, name=name, x=x.tolist())
+    return _pooled_line(panel, name, x.tolist(), values)
 
 
-def _with_intervals(values: np.ndarray) -> Line:
+def _pooled_line(panel: str, name: str, x: Sequence[float] | Sequence[str], values: np.ndarray) -> Line:
     """Of values [runs, points]."""
     intervals = np.array([mean_interval(column.tolist()) for column in values.T]).reshape(-1, 2)
     intervals[~np.isfinite(intervals)] = np.nan
-    return Line("", "", [], values.mean(axis=0), intervals[:, 0], intervals[:, 1], len(values))
+    return Line(panel, name, x, values.mean(axis=0), intervals[:, 0], intervals[:, 1], len(values))
 
 
 def _shortened(panel: str, name: str, points: Sequence[Points], line: Line) -> list[str]:
@@ -320,7 +320,7 @@ def _fates(name: str, runs: Sequence[_PlottedRun]) -> Line | None:
         return None
     shares = np.array([[each / row[states.index("started")] for each in row] for row in counts])
     kept = [index for index, state in enumerate(states) if state != "started" and shares[:, index].any()]
-    return replace(_with_intervals(shares[:, kept]), panel=LEDGER, name=name, x=[states[index] for index in kept])
+    return _pooled_line(LEDGER, name, [states[index] for index in kept], shares[:, kept])
 
 
 def _csv(lines: Sequence[Line], by: Axis) -> bytes:

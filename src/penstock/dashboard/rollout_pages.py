@@ -5,11 +5,10 @@ trained it. Of a very long answer the first `MOST_TOKENS` tokens are given; the 
 entropies are those that `penstock why` computed of that update, where it did.
 """
 
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -19,7 +18,7 @@ import pyarrow as pa
 from penstock.dashboard.index import AGE
 from penstock.dashboard.lookup import BatchUse, uses_in
 from penstock.dashboard.observation import ObservedRun
-from penstock.dashboard.tokens import TokenText
+from penstock.dashboard.tokens import TokenText, breaks_within, turns_of
 from penstock.rundir.commands import command_line
 from penstock.rundir.example_rows import EXAMPLE_SCHEMA
 from penstock.rundir.live_files import opened_part
@@ -151,33 +150,17 @@ class GroupQuery:
         )
 
 
-class GroupLists:
-    """The last lists of groups that were asked for, so that scrolling asks no query anew. Thread-safe."""
+@lru_cache(maxsize=4)
+def _groups_of(run: ObservedRun, version: int, query: GroupQuery) -> tuple[np.ndarray, int]:
+    """Numbers of the groups, and how many rollouts pass; the last lists are kept, so that scrolling asks nothing anew.
 
-    def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, int, GroupQuery], tuple[np.ndarray, int]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def find(self, run: ObservedRun, query: GroupQuery) -> tuple[np.ndarray, int]:
-        """Numbers of the groups, and how many rollouts pass."""
-        index = run.index
-        key = (run.name, index.version, query)
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        columns = index.columns(query.sql, dict(query.values))
-        found = columns[0], int(columns[1].sum())
-        with self._lock:
-            self._kept[key] = found
-            while len(self._kept) > 4:
-                self._kept.popitem(last=False)
-        return found
-
-
-LISTS = GroupLists()
-_KEPT: OrderedDict[tuple[str, str], pa.Table] = OrderedDict()
-_KEPT_LOCK = threading.Lock()
+    Args:
+        run: Whose they are.
+        version: Of its index; the list of another may differ.
+        query: Which groups, and in which order.
+    """
+    groups, counts = run.index.columns(query.sql, dict(query.values))
+    return groups, int(counts.sum())
 
 
 def group_list(run: ObservedRun, words: Mapping[str, str]) -> dict[str, Any]:
@@ -188,7 +171,7 @@ def group_list(run: ObservedRun, words: Mapping[str, str]) -> dict[str, Any]:
     """
     query = GroupQuery.parsed(words)
     offset, limit = (max(0, int(_number(name, words.get(name) or "0"))) for name in ("offset", "limit"))
-    groups, rollouts = LISTS.find(run, query)
+    groups, rollouts = _groups_of(run, run.index.version, query)
     shown = groups[offset : offset + min(limit or 100, MOST_ROWS)].tolist()
     return {
         "total": len(groups),
@@ -200,18 +183,16 @@ def group_list(run: ObservedRun, words: Mapping[str, str]) -> dict[str, Any]:
 
 def choices(run: ObservedRun) -> dict[str, Any]:
     """What the filters of the list can be set to."""
-    rows = run.index.rows
+
+    def different(value: str, table: str) -> list[str]:
+        rows = run.index.rows(f"SELECT DISTINCT {value} AS value FROM {table} ORDER BY 1")
+        return [row["value"] for row in rows if row["value"] is not None]
+
     return {
-        "lessons": [
-            r["v"] for r in rows("SELECT DISTINCT lesson AS v FROM groups WHERE lesson IS NOT NULL ORDER BY 1")
-        ],
-        "states": [r["v"] for r in rows("SELECT DISTINCT coalesce(state, 'waiting') AS v FROM rollouts ORDER BY 1")],
-        "finishes": [
-            r["v"] for r in rows("SELECT DISTINCT coalesce(finish, 'not stored') AS v FROM rollouts ORDER BY 1")
-        ],
-        "workers": [
-            r["v"] for r in rows("SELECT DISTINCT worker AS v FROM rollouts WHERE worker IS NOT NULL ORDER BY 1")
-        ],
+        "lessons": different("lesson", "groups"),
+        "states": different("coalesce(state, 'waiting')", "rollouts"),
+        "finishes": different("coalesce(finish, 'not stored')", "rollouts"),
+        "workers": different("worker", "rollouts"),
         "orders": list(_ORDERS),
     }
 
@@ -339,20 +320,11 @@ def _rows_of(run: ObservedRun, name: str, rows: Sequence[int]) -> pa.Table:
         raise RunDirectoryError(f"{name} was merged, or has expired, a moment ago: ask again") from error
 
 
+@lru_cache(maxsize=MOST_KEPT)
 def _whole(run: ObservedRun, name: str) -> pa.Table:
     """A file whole; the last few are kept, since groups are looked at one after another. Files never change."""
-    key = (str(run.directory.path), name)
-    with _KEPT_LOCK:
-        if key in _KEPT:
-            _KEPT.move_to_end(key)
-            return _KEPT[key]
     with opened_part(_storage(run, name), name) as file:
-        table = file.read()
-    with _KEPT_LOCK:
-        _KEPT[key] = table
-        while len(_KEPT) > MOST_KEPT:
-            _KEPT.popitem(last=False)
-    return table
+        return file.read()
 
 
 def _storage(run: ObservedRun, name: str) -> Storage:
@@ -450,10 +422,10 @@ def _conversation(
 ) -> dict[str, Any]:
     rollout = record.rollout
     prompt, total = len(rollout.prompt_tokens), len(rollout.prompt_tokens) + len(rollout.response_tokens)
-    turns = list(rollout.turns) or [Turn("user", "", 0, prompt), Turn("assistant", "", prompt, total)]
     advantages = uses[-1].advantages if uses else None
     numbers = None if rescored is None else _numbers(rescored, rollout)
     decoding = rollout.decoding
+    shown = [turn for turn in turns_of(rollout) if turn.start < MOST_TOKENS]
     return {
         "problem": rollout.env_example_id,
         "environment": rollout.env_name,
@@ -466,7 +438,7 @@ def _conversation(
         "uses": [[use.step, use.lineage, use.advantage(rollout.response_mask)] for use in uses],
         "logprob": _mean(rollout.response_logprobs[rollout.response_mask]),
         "cut": total > MOST_TOKENS,
-        "turns": [_turn(turn, rollout, advantages, numbers, text) for turn in turns if turn.start < MOST_TOKENS],
+        "turns": [_turn(turn, rollout, advantages, numbers, text) for turn in shown],
     }  # fmt: skip
 
 
@@ -497,11 +469,9 @@ def _turn(
         return shown | {"text": turn.content[: 4 * MOST_TOKENS]}
     prompt, stop = len(rollout.prompt_tokens), min(turn.stop, MOST_TOKENS)
     tokens = np.concatenate([rollout.prompt_tokens, rollout.response_tokens])[turn.start : stop].tolist()
-    sampled = np.concatenate([np.zeros(prompt, np.bool_), rollout.response_mask])[turn.start : stop]
-    breaks = {*map(int, np.flatnonzero(np.diff(sampled.astype(np.int8))) + 1), prompt - turn.start}
     versions = rollout.response_weight_steps
     pieces: list[list[Any]] = []
-    for piece in text.pieces(tokens, breaks):
+    for piece in text.pieces(tokens, breaks_within(rollout, turn.start, stop)):
         first, last = turn.start + piece.start - prompt, turn.start + piece.stop - prompt
         if first < 0 or not rollout.response_mask[first:last].all():
             pieces.append([piece.text])

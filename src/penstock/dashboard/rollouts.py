@@ -20,16 +20,20 @@ from penstock.dashboard.conversation import Coloring, ConversationStyle, header,
 from penstock.dashboard.datasets import DatasetFormat, DatasetReport, DatasetRequest, Selection, export_dataset
 from penstock.dashboard.groups import (
     LINES_AROUND,
+    Column,
     GroupFilter,
     RunCounts,
     count_rollouts,
     counts_text,
+    fitted_table,
+    or_dash,
     print_groups,
     print_groups_json,
     print_line,
     run_title,
     state_style,
     totals,
+    version_span,
 )
 from penstock.dashboard.lookup import find_rollouts
 from penstock.dashboard.tokens import TokenText
@@ -70,7 +74,7 @@ def print_fragments(views: RunViews, wanted: GroupFilter, limit: int | None, con
     if not rows:
         print_line(console, _nothing(wanted, counts))
         return
-    console.print(_table(rows, console.width))
+    console.print(fitted_table(_COLUMNS, rows, console.width))
     print_line(console, totals(counts, "fragments"), style="dim")
     if rows[0]["total"] > len(rows):
         more = f"{rows[0]['total'] - len(rows):,} older fragments are not shown: --limit {rows[0]['total']}, --step N, "
@@ -104,46 +108,18 @@ def _rows(views: RunViews, wanted: GroupFilter, limit: int | None) -> list[dict[
     return views.select(_FRAGMENTS, parameters, limit).to_dicts()
 
 
-def _table(rows: list[dict[str, Any]], width: int) -> Table:
-    titles = ("step", "task", "fragment", "steps", "faulty", "reward", "ends", "weights", "age", "state")
-    cells = [_cells(row) for row in rows]
-    widths = [
-        max(map(cell_len, column))
-        for column in zip(titles, *([str(cell) for cell in row] for row in cells), strict=True)
-    ]
-    gap = _GAP if sum(widths) + _GAP * (len(widths) - 1) <= width else 1
-    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
-    for title in titles:
-        left = title in ("task", "fragment", "state")
-        table.add_column(
-            title,
-            justify="left" if left else "right",
-            no_wrap=title != "fragment",
-            overflow="fold" if title == "fragment" else "ellipsis",
-        )
-    for row in cells:
-        table.add_row(*row)
-    return table
-
-
-def _cells(row: dict[str, Any]) -> list[Text]:
-    oldest, newest = row["weight_step"], row["newest_weight_step"]
-    plain = [
-        _or_dash(row["step"]),
-        row["task"],
-        row["rollout_id"].rpartition("/")[0],
-        str(row["steps"]),
-        str(row["faulty_steps"] or ""),
-        f"{row['episode_reward']:.4g}",
-        str(int(row["terminated"] + row["truncated"]) or ""),
-        str(oldest) if oldest == newest else f"{oldest}–{newest}",
-        _or_dash(row["staleness"]),
-    ]
-    return [*(Text(printable(cell)) for cell in plain), Text(printable(row["state"]), style=state_style(row["state"]))]
-
-
-def _or_dash(number: int | None) -> str:
-    return "–" if number is None else str(number)
+_COLUMNS: list[Column[dict[str, Any]]] = [
+    Column("step", lambda row: or_dash(row["step"])),
+    Column("task", lambda row: row["task"], right=False),
+    Column("fragment", lambda row: row["rollout_id"].rpartition("/")[0], right=False, whole=True),
+    Column("steps", lambda row: str(row["steps"])),
+    Column("faulty", lambda row: str(row["faulty_steps"] or "")),
+    Column("reward", lambda row: f"{row['episode_reward']:.4g}"),
+    Column("ends", lambda row: str(int(row["terminated"] + row["truncated"]) or "")),
+    Column("weights", lambda row: version_span(row["weight_step"], row["newest_weight_step"])),
+    Column("age", lambda row: or_dash(row["staleness"])),
+    Column("state", lambda row: Text(printable(row["state"]), style=state_style(row["state"])), right=False),
+]
 
 
 def _nothing(wanted: GroupFilter, counts: RunCounts) -> str:
@@ -404,8 +380,6 @@ def _show(views: RunViews, request: RolloutsRequest, console: Console) -> None:
     assert request.show is not None
     stored = find_rollouts(views, request.show)
     if request.json:
-        import json
-
         for rollout in stored:
             print(json.dumps(rollout.to_json()))
         return

@@ -232,8 +232,8 @@ def _state(status: RunStatus) -> Text:
 def _lines(content: Mapping[str, Any], status: RunStatus) -> list[tuple[str, str]]:
     """Heading and text of what is known; what only a living run does is said of a lost one as the last known."""
     step, steps = content.get("step"), content.get("steps")
-    numbers = {**_mapping(content.get("engine")), **_mapping(content.get("numbers"))}
-    training = _mapping(content.get("training"))
+    numbers = {**mapping(content.get("engine")), **mapping(content.get("numbers"))}
+    training = mapping(content.get("training"))
     if "inference/tokens_per_s" in numbers and finite(training.get("units_per_s")) is not None:
         numbers["inference/tokens_per_s"] = training["units_per_s"]  # of the wall clock, as the view has it
     throughput = [
@@ -241,8 +241,8 @@ def _lines(content: Mapping[str, Any], status: RunStatus) -> list[tuple[str, str
         for title, name, form in THROUGHPUT
         if (number := finite(numbers.get(name))) is not None
     ]
-    ledger = [f"{state} {count}" for state, count in _mapping(content.get("ledger")).items() if count]
-    lessons = [f"{lesson}: {state}" for lesson, state in _mapping(content.get("lessons")).items()]
+    ledger = [f"{state} {count}" for state, count in mapping(content.get("ledger")).items() if count]
+    lessons = [f"{lesson}: {state}" for lesson, state in mapping(content.get("lessons")).items()]
     is_fleet, alive = "account" in content, status.alive
     words = _text(training.get("words"), "")
     words = words if alive else words.partition("  ETA ")[0]  # the end of a run that has ended is no forecast
@@ -267,7 +267,7 @@ def _lines(content: Mapping[str, Any], status: RunStatus) -> list[tuple[str, str
 
 def _held_out(training: Mapping[str, Any]) -> str:
     """Of each lesson, or task, the newest score and when it was found."""
-    found = {name: _mapping(each) for name, each in _mapping(training.get("held_out")).items()}
+    found = {name: mapping(each) for name, each in mapping(training.get("held_out")).items()}
     known = [(name, score, each) for name, each in found.items() if (score := finite(each.get("score"))) is not None]
     return ", ".join(f"{name} {score:.3f} at step {each.get('step')}" for name, score, each in known)
 
@@ -275,7 +275,7 @@ def _held_out(training: Mapping[str, Any]) -> str:
 def _failures(content: Mapping[str, Any]) -> str:
     """Of groups and simulators: how many, and why the last."""
     for whose in ("groups", "simulators"):
-        found = _mapping(content.get(whose))
+        found = mapping(content.get(whose))
         if isinstance(found.get("failed"), int) and found["failed"]:
             return f"{found['failed']:,} of {whose}; the last: {found.get('last_failure', '')}"
     return ""
@@ -309,5 +309,6 @@ def _row(name: str, fields: Mapping[str, Any], status: RunStatus) -> list[str]:
     return [f"{name}#{fields.get('incarnation', 0)}", state, str(fields.get("deaths", 0)), held, idle, where, doing]
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def mapping(value: Any) -> Mapping[str, Any]:
+    """What a file says is a section of keys, where it is one."""
     return value if isinstance(value, Mapping) else {}

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from penstock.rundir import RunDirectory
-from penstock.types import ConfigError
+from penstock.types import AnyRollout, ConfigError, Turn
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -105,6 +107,20 @@ class TokenText:
             text += self._tokenizer.decode(known, skip_special_tokens=False) + f"⟨{token}⟩"
             known = []
         return text + (self._tokenizer.decode(known, skip_special_tokens=False) if known else "")
+
+
+def turns_of(rollout: AnyRollout) -> list[Turn]:
+    """A rollout's turns; where none are stored, its prompt and its response without their texts."""
+    prompt, length = len(rollout.prompt_tokens), len(rollout.prompt_tokens) + len(rollout.response_tokens)
+    return list(rollout.turns) or [Turn("user", "", 0, prompt), Turn("assistant", "", prompt, length)]
+
+
+def breaks_within(rollout: AnyRollout, start: int, stop: int) -> set[int]:
+    """Where in a span of a rollout's tokens its prompt ends, or sampled tokens begin or end; counted from `start`."""
+    prompt = len(rollout.prompt_tokens)
+    sampled = np.concatenate([np.zeros(prompt, np.bool_), rollout.response_mask])[start:stop]
+    changes = np.flatnonzero(np.diff(sampled.astype(np.int8))) + 1
+    return {*map(int, changes), prompt - start}
 
 
 def _places(directory: RunDirectory) -> list[Path]:

@@ -5,22 +5,20 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-import numpy as np
-
 from penstock.inference.engine import InferenceEngine
 from penstock.inference.sequence import GenerationRequest
 from penstock.types import (
     Completion,
-    Decoding,
     EnvironmentFailure,
     GenerationCall,
+    ManyInferenceContext,
     NoProgressError,
     TextCodec,
 )
 
 
-class EngineContext:
-    """An `InferenceContext` over one engine; any number of threads may call it.
+class EngineContext(ManyInferenceContext):
+    """A `ManyInferenceContext` over one engine; any number of threads may call it.
 
     Args:
         engine: Already started; its `request_timeout_s` bounds every call.
@@ -43,28 +41,18 @@ class EngineContext:
         """As `penstock.types.InferenceContext`."""
         return self._ordered
 
-    def generate(
-        self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
-    ) -> list[list[Completion]]:
-        """Samples n responses to each prompt; see `penstock.types.InferenceContext`.
+    def generate_many(self, calls: Sequence[GenerationCall]) -> list[list[list[Completion]] | EnvironmentFailure]:
+        """See `penstock.types.ManyInferenceContext`; all calls are one atomic submission.
+
+        A call with a prompt that does not fit the engine's sequence length has its failure in its place; the others are
+        served.
 
         Raises:
-            EnvironmentFailure: a prompt does not fit the engine's sequence length.
             ConfigError: decoding parameters are out of range.
             ValueError: there are not as many seeds as prompts.
             NoProgressError: the responses took longer than the engine's ``request_timeout_s``.
             RunFailed: the engine failed.
             Stopped: the engine was stopped before the request came in.
-        """
-        (result,) = self.generate_many([GenerationCall(prompts, n, decoding, seeds)])
-        if isinstance(result, EnvironmentFailure):
-            raise result
-        return result
-
-    def generate_many(self, calls: Sequence[GenerationCall]) -> list[list[list[Completion]] | EnvironmentFailure]:
-        """Like `generate` for each call, in one atomic submission; see `penstock.types.ManyInferenceContext`.
-
-        A call with an unusable prompt has its failure in its place; the others are served.
         """
         requests = [self._requests(call) for call in calls]
         served = [request for answer in requests if isinstance(answer, list) for request in answer]

@@ -9,15 +9,20 @@ that one server that nobody else asks sees the same batches in every run. Import
 from collections.abc import Sequence
 from itertools import groupby
 
-import numpy as np
-
 from penstock.inference.codec import ServerRequest
 from penstock.inference.routing import PinnedServer
 from penstock.inference.server_pool import ServerPool
-from penstock.types import Completion, Decoding, EnvironmentFailure, GenerationCall, TextCodec, WeightVersion
+from penstock.types import (
+    Completion,
+    EnvironmentFailure,
+    GenerationCall,
+    ManyInferenceContext,
+    TextCodec,
+    WeightVersion,
+)
 
 
-class RemoteContext:
+class RemoteContext(ManyInferenceContext):
     """A `ManyInferenceContext` over a pool of servers; any number of threads may call it. Cheap to make.
 
     Args:
@@ -68,28 +73,18 @@ class RemoteContext:
         target = PinnedServer(name, incarnation)
         return RemoteContext(self._pool, self._tokenizer, self._session, target, self._least, ordered=self._ordered)
 
-    def generate(
-        self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
-    ) -> list[list[Completion]]:
-        """Samples n responses to each prompt; see `penstock.types.InferenceContext`.
+    def generate_many(self, calls: Sequence[GenerationCall]) -> list[list[list[Completion]] | EnvironmentFailure]:
+        """See `penstock.types.ManyInferenceContext`; all calls are asked for at the same time.
+
+        A call with a prompt that does not fit the servers' sequence length has its failure in its place; the others are
+        served.
 
         Raises:
-            EnvironmentFailure: a prompt does not fit the servers' sequence length.
             ConfigError: decoding parameters are out of range.
             NoProgressError: no server answered within the pool's ``request_timeout_s``; it names those that were asked.
             RunFailed: the servers' answers cannot be used.
             UnreachableError: the one incarnation that was to be asked is gone.
             Stopped: the pool was closed.
-        """
-        (result,) = self.generate_many([GenerationCall(prompts, n, decoding, seeds)])
-        if isinstance(result, EnvironmentFailure):
-            raise result
-        return result
-
-    def generate_many(self, calls: Sequence[GenerationCall]) -> list[list[list[Completion]] | EnvironmentFailure]:
-        """Like `generate` for each call, at the same time; see `penstock.types.ManyInferenceContext`.
-
-        A call with an unusable prompt has its failure in its place; the others are served.
         """
         if self._ordered:
             alike = groupby(calls, lambda call: (call.n, call.decoding))

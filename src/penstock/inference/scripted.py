@@ -5,13 +5,22 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from penstock.types import Completion, Decoding, EnvironmentFailure, FinishReason, GenerationCall, TextCodec, fold
+from penstock.types import (
+    Completion,
+    Decoding,
+    EnvironmentFailure,
+    FinishReason,
+    GenerationCall,
+    ManyInferenceContext,
+    TextCodec,
+    fold,
+)
 
 Answer = Callable[[str, int], str]
 """From the prompt's text and the sample's seed to the answer's text."""
 
 
-class ScriptedContext:
+class ScriptedContext(ManyInferenceContext):
     """Answers by script, in the form of an engine.
 
     Each answer is encoded with the tokenizer and ended with its first stop token, or cut at the decoding's limit.
@@ -60,24 +69,18 @@ class ScriptedContext:
         with self._lock:
             return tuple(self._calls)
 
-    def generate(
-        self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
-    ) -> list[list[Completion]]:
-        """Answers each prompt n times; see `penstock.types.InferenceContext`."""
-        with self._lock:
-            self._calls.append(GenerationCall(prompts, n, decoding, seeds))
-        return [
-            [self._complete(prompt, decoding, fold(seed, j)) for j in range(n)]
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-
     def generate_many(self, calls: Sequence[GenerationCall]) -> list[list[list[Completion]] | EnvironmentFailure]:
-        """`generate` for each call; see `penstock.types.ManyInferenceContext`."""
-        return [self._generate_or_fail(call) for call in calls]
+        """See `penstock.types.ManyInferenceContext`; each prompt is answered n times."""
+        return [self._answers_to(call) for call in calls]
 
-    def _generate_or_fail(self, call: GenerationCall) -> list[list[Completion]] | EnvironmentFailure:
+    def _answers_to(self, call: GenerationCall) -> list[list[Completion]] | EnvironmentFailure:
+        with self._lock:
+            self._calls.append(call)
         try:
-            return self.generate(call.prompts, call.n, call.decoding, call.seeds)
+            return [
+                [self._complete(prompt, call.decoding, fold(seed, j)) for j in range(call.n)]
+                for prompt, seed in zip(call.prompts, call.seeds, strict=True)
+            ]
         except EnvironmentFailure as failure:
             return failure
 

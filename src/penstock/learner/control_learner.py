@@ -40,7 +40,7 @@ from penstock.learner.control_step import (
     squared_returns,
     stack_fragments,
 )
-from penstock.learner.metrics import finite_only, rate_metrics
+from penstock.learner.metrics import finite_only, rate_metrics, skipped_in_a_row
 from penstock.learner.optimizer import AppliedUpdate, from_named, initial_state, to_named
 from penstock.learner.snapshot import LearnerSnapshot
 from penstock.model.control import (
@@ -56,7 +56,6 @@ from penstock.types import (
     ConfigError,
     FragmentExample,
     MismatchError,
-    NonFiniteError,
     SampleFragment,
     TrainingBatch,
     WeightsError,
@@ -469,12 +468,6 @@ class ControlLearner:
     def _count_skipped(self, outcomes: Sequence[compiled.MinibatchResult]) -> None:
         """An update without a trained step is none of those in a row, and does not end their row."""
         applied = [outcome.applied for outcome in outcomes if not outcome.empty]
-        if not applied:
-            return
-        finite = all(each.finite for each in applied)
-        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row >= self._config.max_non_finite_updates:
-            raise NonFiniteError(
-                f"{self._skipped_in_a_row} updates in a row had a loss or gradient that was not finite "
-                "(learner.max_non_finite_updates): lower the learning rate, or look at rewards and observations"
-            )
+        if applied:
+            most = self._config.max_non_finite_updates
+            self._skipped_in_a_row = skipped_in_a_row(self._skipped_in_a_row, applied, most, "rewards and observations")

@@ -31,6 +31,7 @@ from penstock.learner.metrics import (
     loss_metrics,
     rate_metrics,
     row_tokens_of,
+    skipped_in_a_row,
     step_metrics,
     throughput_metrics,
 )
@@ -67,7 +68,7 @@ from penstock.model.language.attention_choice import check_attention, platform_n
 from penstock.model.language.config import ADAPTER
 from penstock.model.language.hugging_face import PolicyTokenizer, save_adapter
 from penstock.model.programs import Programs, compile_programs
-from penstock.types import ConfigError, NonFiniteError, RLExample, TrainingBatch, WeightsError, fold, generator
+from penstock.types import ConfigError, RLExample, TrainingBatch, WeightsError, fold, generator
 
 _SUPERVISED = LossConfig()
 """Only its aggregation matters: the mean over all response tokens."""
@@ -560,12 +561,8 @@ class Learner:
         return (so_far.gradients, so_far.critic), jax.device_get(so_far.sums)
 
     def _count_skipped(self, applied: Sequence[AppliedUpdate]) -> None:
-        self._skipped_in_a_row = 0 if all(each.finite for each in applied) else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row >= self._config.max_non_finite_updates:
-            raise NonFiniteError(
-                f"{self._skipped_in_a_row} updates in a row had a loss or gradient that was not finite "
-                "(learner.max_non_finite_updates): lower the learning rate, or look at the last batch's rewards"
-            )
+        most = self._config.max_non_finite_updates
+        self._skipped_in_a_row = skipped_in_a_row(self._skipped_in_a_row, applied, most, "the last batch's rewards")
 
 
 def _has_reference(examples: Sequence[RLExample]) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.learner.config import OptimizerConfig
 from penstock.learner.optimizer import AppliedUpdate
 from penstock.learner.step import LossSums, UpdatePlan
-from penstock.types import TrainingBatch
+from penstock.types import NonFiniteError, TrainingBatch
 
 
 class StepOutcome(NamedTuple):
@@ -138,3 +138,18 @@ def throughput_metrics(outcomes: Sequence[StepOutcome], scoring_s: Mapping[str, 
 def finite_only(*metrics: Mapping[str, float]) -> dict[str, float]:
     """All of them, without what JSON has no number for."""
     return {name: value for part in metrics for name, value in part.items() if math.isfinite(value)}
+
+
+def skipped_in_a_row(before: int, applied: Sequence[AppliedUpdate], most: int, suspects: str) -> int:
+    """How many updates were skipped one after the other, with this one, if one of its steps was.
+
+    Raises:
+        NonFiniteError: they are as many as `most`; it names the suspects.
+    """
+    skipped = 0 if all(each.finite for each in applied) else before + 1
+    if skipped >= most:
+        raise NonFiniteError(
+            f"{skipped} updates in a row had a loss or gradient that was not finite "
+            f"(learner.max_non_finite_updates): lower the learning rate, or look at {suspects}"
+        )
+    return skipped

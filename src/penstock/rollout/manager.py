@@ -137,8 +137,6 @@ class RolloutManager:
         """
         # Imported here: rollout workers have no engine, and load no JAX.
         from penstock.inference import EngineContext, InferenceEngine
-        from penstock.inference.serving import model_directory
-        from penstock.model.language import PolicyConfig, load_policy
         from penstock.text import Tokenizer
 
         foreign = sorted(environments.keys() - curriculum.lessons.keys())
@@ -146,11 +144,7 @@ class RolloutManager:
             known = ", ".join(curriculum.lessons)
             raise ConfigError(f"environments has {foreign[0]!r}, which is no lesson: the curriculum's are {known}")
         codec = Tokenizer.load(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-        if isinstance(initial_model, str | Path):
-            source = PolicyConfig(path=str(model_directory(str(initial_model))))
-            decoder = load_policy(source, seed, codec)
-        else:
-            decoder = initial_model
+        decoder = _load_model(initial_model, seed, codec) if isinstance(initial_model, str | Path) else initial_model
         alike = inference.model_copy(update={"forgets": True})
         engine = InferenceEngine(decoder, WeightVersion(0, weight_step), codec, alike)
         manager = cls(
@@ -255,17 +249,14 @@ class RolloutManager:
             groups = validate_groups(found, n_examples, n_generations, environment.name)
             metrics = validate_metrics(numbers, environment.name)
         if n_examples and not groups:
-            logger.warning("environment %s of lesson %r gave no group for %d examples: the batch is empty",
-                           lesson.environment.env_class, lesson_id, n_examples)  # fmt: skip
-        ids = [f"{names}-{position}" for position in range(len(groups))] if isinstance(names, str) else names
-        if len(ids) != len(groups):
-            raise EnvironmentFailure(
-                f"environment {lesson.environment.env_class} returned {len(groups)} groups where "
-                f"{len(ids)} were asked for"
-            )
+            logger.warning("%s gave no group for %d examples: the batch is empty", called, n_examples)
+        if isinstance(names, str):
+            names = [f"{names}-{position}" for position in range(len(groups))]
+        if len(names) != len(groups):
+            raise EnvironmentFailure(f"{called} returned {len(groups)} groups where {len(names)} were asked for")
         stamped = [
             self._stamp(group, group_id, lesson_id, weight_step, worker_id, asked)
-            for group, group_id in zip(groups, ids, strict=True)
+            for group, group_id in zip(groups, names, strict=True)
         ]
         return RolloutBatch.of(tuple(stamped)), metrics
 
@@ -394,6 +385,13 @@ class RolloutManager:
                 closing.callback(_close, environment)
             if self._agents is not None:
                 closing.callback(self._agents.close)
+
+
+def _load_model(path: Path | str, seed: int, codec: "Tokenizer") -> "Decoder":
+    from penstock.inference.serving import model_directory
+    from penstock.model.language import PolicyConfig, load_policy
+
+    return load_policy(PolicyConfig(path=str(model_directory(str(path)))), seed, codec)
 
 
 def _close(environment: Environment) -> None:

@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.rundir.parquet import arrays_from_column, list_column, read_parquet, versioned, write_parquet
+from penstock.rundir.parquet import (
+    arrays_from_column,
+    list_column,
+    read_parquet,
+    table_of,
+    versioned,
+    write_parquet,
+)
 from penstock.types import RLExample, RunDirectoryError
 from penstock.types.rollouts import SCHEMA_VERSION
 
@@ -88,13 +95,10 @@ def table_from_examples(examples: Sequence[RLExample], batch_id: str, step: int,
             for rollout_id, example in zip(only, examples, strict=True)
         ],
     }
-    columns = [
-        list_column([getattr(example, field.name) for example in examples], field.type.value_type)
-        if field.name in _ARRAYS
-        else pa.array(values[field.name], field.type)
-        for field in EXAMPLE_SCHEMA
-    ]
-    return pa.Table.from_arrays(columns, schema=EXAMPLE_SCHEMA)
+    for name in _ARRAYS:
+        arrays = [getattr(example, name) for example in examples]
+        values[name] = list_column(arrays, EXAMPLE_SCHEMA.field(name).type.value_type)
+    return table_of(values, EXAMPLE_SCHEMA)
 
 
 def examples_from_table(table: pa.Table, name: str = "batch") -> list[RLExample]:

@@ -27,6 +27,7 @@ from penstock.rundir.parquet import (
     pairs_column,
     pairs_from_column,
     schema_version,
+    table_of,
     versioned,
 )
 from penstock.types import (
@@ -115,11 +116,7 @@ def table_from_fragments(records: Sequence[RolloutRecord[SampleFragment]], obser
     for name in _LEAF_COLUMNS:
         stored = observations or name not in _OBSERVED
         values[name] = leaves_column([getattr(fragment, name) if stored else None for fragment in fragments])
-    columns = [
-        value if isinstance(value := values[field.name], pa.Array) else pa.array(value, field.type)
-        for field in FRAGMENT_SCHEMA
-    ]
-    return pa.Table.from_arrays(columns, schema=FRAGMENT_SCHEMA)
+    return table_of(values, FRAGMENT_SCHEMA)
 
 
 def fragments_from_table(table: pa.Table, name: str = "part") -> list[RolloutRecord[SampleFragment]]:
@@ -167,8 +164,7 @@ def table_from_uses(examples: Sequence[TrainingExample], batch_id: str, step: in
         "rollout_id": ids,
         "rollout_ids": [example.rollout_ids for example in examples],
     }
-    columns = [pa.array(values[field.name], field.type) for field in FRAGMENT_USE_SCHEMA]
-    return pa.Table.from_arrays(columns, schema=FRAGMENT_USE_SCHEMA)
+    return table_of(values, FRAGMENT_USE_SCHEMA)
 
 
 def uses_from_table(table: pa.Table, name: str = "batch") -> list[str]:

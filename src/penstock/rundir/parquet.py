@@ -282,6 +282,19 @@ def conformed(table: pa.Table, schema: pa.Schema, name: str, kind: str, flags_as
     return pa.Table.from_arrays(columns, names=schema.names)
 
 
+def table_of(values: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
+    """A table of a schema.
+
+    Args:
+        values: By column, its Arrow array, or what makes one of the schema's type.
+        schema: What columns there are, in which order.
+    """
+    columns = [
+        value if isinstance(value := values[field.name], pa.Array) else pa.array(value, field.type) for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
 def list_column(arrays: Sequence[np.ndarray | None], value_type: pa.DataType) -> pa.ListArray:
     """One list per array; None becomes null.
 

@@ -10,6 +10,7 @@ the run and the batch; the dashboard colours tokens by it. Whoever deletes such 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,11 +22,13 @@ from penstock.rundir.parquet import (
     list_column,
     pairs_column,
     read_parquet,
+    table_of,
     versioned,
     write_parquet,
 )
 from penstock.types import RunDirectoryError
 
+_PLAIN, _ARRAYS = ("rollout_id", "newest_step"), ("logprobs", "entropies", "newest_logprobs")
 RESCORED_SCHEMA = versioned(
     [
         pa.field("rollout_id", pa.string(), nullable=False),
@@ -73,16 +76,13 @@ def write_rescored(directory: RunDirectory, batch_id: str, rollouts: Sequence[Re
     """
     path = rescored_path(directory, batch_id)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    of_field = {field.name: [getattr(one, field.name) for one in rollouts] for field in fields(RescoredRollout)}
-    columns = [
-        list_column(of_field[field.name], field.type.value_type)
-        if pa.types.is_list(field.type)
-        else pairs_column(of_field[field.name])
-        if field.type == PAIRS
-        else pa.array(of_field[field.name], field.type)
-        for field in RESCORED_SCHEMA
-    ]
-    write_parquet(path, pa.Table.from_arrays(columns, schema=RESCORED_SCHEMA))
+    values: dict[str, Any] = {
+        field.name: [getattr(one, field.name) for one in rollouts] for field in fields(RescoredRollout)
+    }
+    for name in _ARRAYS:
+        values[name] = list_column(values[name], pa.float32())
+    values["numbers"] = pairs_column(values["numbers"])
+    write_parquet(path, table_of(values, RESCORED_SCHEMA))
     return path
 
 
@@ -96,15 +96,11 @@ def read_rescored(directory: RunDirectory, batch_id: str) -> dict[str, RescoredR
     if not path.is_file():
         return {}
     table = read_parquet(path)
-    *needed, numbers = RESCORED_SCHEMA.names
-    if missing := [name for name in needed if name not in table.column_names]:
+    if missing := [name for name in (*_PLAIN, *_ARRAYS) if name not in table.column_names]:
         raise RunDirectoryError(f"{path} has no column {missing[0]}: delete it, penstock why makes it again")
-    plain = [table.column(name).to_pylist() for name in needed[:2]]
-    arrays = [arrays_from_column(table.column(name), np.float32) for name in needed[2:]]
-    moved = (
-        [tuple(pairs) for pairs in table.column(numbers).to_pylist()]
-        if numbers in table.column_names
-        else [()] * table.num_rows
-    )
-    rows = zip(*plain, *arrays, moved, strict=True)
+    plain = [table.column(name).to_pylist() for name in _PLAIN]
+    arrays = [arrays_from_column(table.column(name), np.float32) for name in _ARRAYS]
+    has_numbers = "numbers" in table.column_names
+    numbers = map(tuple, table.column("numbers").to_pylist()) if has_numbers else [()] * table.num_rows
+    rows = zip(*plain, *arrays, numbers, strict=True)
     return {row[0]: RescoredRollout(*row) for row in rows}  # pyright: ignore[reportArgumentType]

@@ -40,6 +40,7 @@ from penstock.rundir.parquet import (
     schema_version,
     shared_column,
     slices,
+    table_of,
     text_column,
     values_from_column,
     versioned,
@@ -365,11 +366,7 @@ def table_from_records(records: Sequence[RolloutRecord]) -> pa.Table:
         "rewards_by_function": pairs_column([rollout.rewards_by_function for rollout in rollouts]),
         **lists,
     }
-    columns = [
-        value if isinstance(value := values[field.name], pa.Array) else pa.array(value, field.type)
-        for field in ROLLOUT_SCHEMA
-    ]
-    return pa.Table.from_arrays(columns, schema=ROLLOUT_SCHEMA)
+    return table_of(values, ROLLOUT_SCHEMA)
 
 
 def records_from_table(table: pa.Table, name: str = "part") -> list[RolloutRecord]:

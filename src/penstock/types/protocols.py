@@ -119,6 +119,15 @@ class InferenceContext(Protocol):
 class ManyInferenceContext(InferenceContext, Protocol):
     """An inference context that takes several callers' requests in one atomic submission."""
 
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """`InferenceContext.generate` by `generate_many`, whose errors are its own; a class that derives has it."""
+        (result,) = self.generate_many([GenerationCall(prompts, n, decoding, seeds)])
+        if isinstance(result, EnvironmentFailure):
+            raise result
+        return result
+
     def generate_many(self, calls: Sequence[GenerationCall]) -> list[list[list[Completion]] | EnvironmentFailure]:
         """`generate` for each call, in order; the engine sees all of them at once.
 

@@ -324,10 +324,7 @@ def find_defect(rollout: "AnyRollout") -> str | None:
 def _check_array(name: str, array: Any, dtype: type, length: int | None) -> None:
     if not isinstance(array, np.ndarray):
         raise InvalidRolloutError(f"{name} is a {type(array).__name__}: it must be a NumPy array")
-    _check_values(name, cast(np.ndarray, array), dtype, length)
-
-
-def _check_values(name: str, array: np.ndarray, dtype: type, length: int | None) -> None:
+    array = cast(np.ndarray, array)
     if array.dtype != dtype or array.ndim != 1:
         found = f"{array.dtype}{list(array.shape)}"
         raise InvalidRolloutError(f"{name} is {found}: it must be a one-dimensional {np.dtype(dtype)} array")

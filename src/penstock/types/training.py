@@ -102,10 +102,12 @@ class RLExample:
 
     def __repr__(self) -> str:
         trained = self.advantage[self.loss_mask]
-        spread = sorted({f"{value:.3g}" for value in (trained.min(), trained.max())}, key=float) if trained.size else []
         named = self.rollout_ids[0] if len(self.rollout_ids) == 1 else f"{len(self.rollout_ids)} rollouts"
         shown = [named, f"{len(self.tokens)} tokens", f"{trained.size} trained"]
-        return f"RLExample({', '.join([*shown, *(f'advantage {text}' for text in [' to '.join(spread)] if text)])})"
+        if trained.size:
+            ends = sorted({f"{value:.3g}" for value in (trained.min(), trained.max())}, key=float)
+            shown.append(f"advantage {' to '.join(ends)}")
+        return f"RLExample({', '.join(shown)})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -228,10 +228,7 @@ class Distribution(eqx.Module):
 
 
 def _total(terms: list[Array]) -> Array:
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
+    return sum(terms[1:], start=terms[0])
 
 
 def _summed(values: Array, rank: int) -> Array:

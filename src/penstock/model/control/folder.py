@@ -133,10 +133,7 @@ def read_control_form(folder: str | Path) -> tuple[ControlModelConfig, Spaces]:
         SchemaVersionError: a newer Penstock wrote it.
     """
     path = Path(folder) / "config.json"
-    return _read_config(path, read_json(path))
-
-
-def _read_config(path: Path, content: Mapping[str, Any]) -> tuple[ControlModelConfig, Spaces]:
+    content = read_json(path)
     if content.get("kind") != KIND:
         raise CheckpointError(f"{path}: kind is {content.get('kind')!r}, not {KIND!r}: this is no control policy")
     version = content.get("schema_version")

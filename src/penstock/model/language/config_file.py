@@ -8,8 +8,8 @@ Not covered: LongRoPE, whose rotation depends on the text's length, so that what
 
 import json
 import math
-import reprlib
 from collections.abc import Mapping
+from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
 from penstock.types.errors import ConfigError
@@ -80,7 +80,7 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     _check_kinds(config)
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"config.json: model_type is {_shown(model_type)}: supported are {known}")
+        raise ConfigError(f"config.json: model_type is {shown(model_type)}: supported are {known}")
     for name in _REQUIRED:
         if config.get(name) is None:
             raise ConfigError(f"config.json: {name} is missing")
@@ -106,26 +106,22 @@ def _check_kinds(config: Mapping[str, Any]) -> None:
     for name in (*_REQUIRED, *_NUMBERS):
         value = config.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ConfigError(f"config.json: {name}: {_shown(value)} is no number")
+            raise ConfigError(f"config.json: {name}: {shown(value)} is no number")
     for name in _FLAGS:
         if not isinstance(config.get(name), bool | None):
-            raise ConfigError(f"config.json: {name} is {_shown(config[name])}: it must be true or false")
+            raise ConfigError(f"config.json: {name} is {shown(config[name])}: it must be true or false")
     for name in ("rope_parameters", "rope_scaling"):
         whole = config.get(name)
         inner = [whole.get(kind) for kind in _LAYER_TYPES] if isinstance(whole, Mapping) else []
         for section in (whole, *inner):
             if not isinstance(section, Mapping | None):
-                raise ConfigError(f"config.json: {name} has {_shown(section)}: it must be a section of keys")
+                raise ConfigError(f"config.json: {name} has {shown(section)}: it must be a section of keys")
     if config.get("num_attention_heads") == 0:
         raise ConfigError("config.json: num_attention_heads is 0: it must be at least 1")
 
 
 def _or_else(value: Any, otherwise: Any) -> Any:
     return otherwise if value is None else value
-
-
-def _shown(value: Any) -> str:
-    return reprlib.repr(value)
 
 
 def _default_head_dim(config: Mapping[str, Any]) -> int:
@@ -142,10 +138,10 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Raises on whatever would make the decoder compute something else than transformers does."""
     key, activation = _ACTIVATIONS.get(config["model_type"], ("hidden_act", "silu"))
     if config.get(key, activation) != activation:
-        raise ConfigError(f"config.json: {key} is {_shown(config[key])}: only {activation} is supported")
+        raise ConfigError(f"config.json: {key} is {shown(config[key])}: only {activation} is supported")
     for name in _GEMMA_KEYS:
         if config.get(name):
-            raise ConfigError(f"config.json: {name} is {_shown(config[name])}: it is not supported")
+            raise ConfigError(f"config.json: {name} is {shown(config[name])}: it is not supported")
     # In these two families the flag adds a bias to the output projection too, which the decoder has not.
     if config["model_type"] != "qwen2" and config.get("attention_bias"):
         raise ConfigError("config.json: attention_bias is true: only qwen2's own biases are supported")
@@ -172,13 +168,13 @@ def _read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
     pattern, depth = config["sliding_window_pattern"], config["num_hidden_layers"]
     kinds = config.get("layer_types")
     if not isinstance(pattern, int) or pattern < 1:
-        raise ConfigError(f"config.json: sliding_window_pattern is {_shown(pattern)}: it must be at least 1")
+        raise ConfigError(f"config.json: sliding_window_pattern is {shown(pattern)}: it must be at least 1")
     if kinds is None and isinstance(depth, int) and depth <= MOST_LAYERS:
         kinds = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(depth)]
     local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
     theta = local.get("rope_theta", config["rope_local_base_freq"])
     if local.get("rope_type", "default") != "default":
-        raise ConfigError(f"config.json: rope type of layers with a window is {_shown(local['rope_type'])}")
+        raise ConfigError(f"config.json: rope type of layers with a window is {shown(local['rope_type'])}")
     return {"sliding_window": window, "layer_types": kinds, "rope_local_theta": theta}
 
 
@@ -187,7 +183,7 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]
     newer, older = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if newer and older and _rotation(newer) != _rotation(older):  # transformers would take rope_scaling alone
         raise ConfigError(
-            f"config.json: rope_parameters is {_shown(newer)}, and rope_scaling {_shown(older)}: keep one of the two, "
+            f"config.json: rope_parameters is {shown(newer)}, and rope_scaling {shown(older)}: keep one of the two, "
             "with rope_theta in rope_parameters or beside rope_scaling"
         )
     parameters = newer or older
@@ -206,7 +202,7 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]
     known = "default, llama3 and yarn"
     if config["model_type"] == "phi3":
         known = "default and llama3 (yarn is a name of LongRoPE in phi3)"
-    raise ConfigError(f"config.json: rope type is {_shown(kind)}: supported are {known}")
+    raise ConfigError(f"config.json: rope type is {shown(kind)}: supported are {known}")
 
 
 def _rotation(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,7 +225,7 @@ def _read_yarn(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict
     for name in ("factor", *_YARN_NUMBERS):
         value = parameters.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float if name == "factor" else int | float | None):
-            raise ConfigError(f"config.json: yarn rope scaling: {name} is {_shown(value)}: it must be a number")
+            raise ConfigError(f"config.json: yarn rope scaling: {name} is {shown(value)}: it must be a number")
     factor, original = parameters["factor"], parameters.get("original_max_position_embeddings")
 
     def scale(by: float) -> float:

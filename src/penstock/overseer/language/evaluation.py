@@ -6,8 +6,8 @@ same prompts with the same seeds after it. Rollouts go to Parquet where a path i
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,21 +18,16 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.evaluation_report import EvaluationReport, LessonReport, chosen_of
 from penstock.overseer.language.generation import check_count, manager_of, version_of
-from penstock.overseer.language.given import GivenEnvironment, GivenReward, take_objects
+from penstock.overseer.language.given import GivenEnvironment, GivenObjects, GivenReward, take_objects
 from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_evaluation, write_parquet
 from penstock.rundir.storage import check_place
-from penstock.types import (
-    ConfigError,
-    EnvironmentFailure,
-    RolloutBatch,
-    RolloutBatchStats,
-)
+from penstock.types import ConfigError, EnvironmentFailure, RolloutBatch
 
 LABEL, BASELINE = "offline", "baseline"
 """Among the labels of evaluations in rollouts that are kept."""
 
-Found = dict[str, tuple[RolloutBatchStats, RolloutBatch]]
+Answers = dict[str, RolloutBatch]
 """By lesson."""
 
 
@@ -68,59 +63,79 @@ def evaluate(
             of a control policy, or a k above `generations`.
         EnvironmentFailure: every group of a lesson failed: it has no result.
     """
-    known = config if isinstance(config, RunConfig) else load_config(config)
-    if not isinstance(known, RunConfig):
-        raise ConfigError(f"config {config} trains a control policy: evaluate it by penstock.overseer.evaluate_fleet")
-    given = take_objects(known, environment, reward)
-    config = given.config
-    chosen = chosen_of(lessons, config.curriculum.lessons, "lesson")
+    given = take_objects(_recipe(config), environment, reward)
+    curriculum = given.config.curriculum
+    chosen = chosen_of(lessons, curriculum.lessons, "lesson")
     check_count(n)
-    for k in ks or ():
-        if not 1 <= k <= generations:
-            raise ConfigError(
-                f"k of pass@k is {k}, and generations is {generations}: of n responses to a prompt k can be 1 to n; "
-                "ask for more responses, or for a smaller k"
-            )
+    _check_ks(ks or (), generations)
     sources = [one for one in (checkpoint, baseline) if one is not None]
     model_dirs = [model_directory(str(one)) for one in sources]
-    if rollouts_path is not None:
-        rollouts_path = Path(rollouts_path)
-        check_place(rollouts_path, "--rollouts")
-        if rollouts_path.suffix != ".parquet":
-            raise ConfigError(f"--rollouts {rollouts_path} is written as Parquet: let its name end in .parquet")
-    asked = n if n is not None else config.curriculum.eval_n_examples
-    found: list[Found] = []
+    path = None if rollouts_path is None else Path(rollouts_path)
+    if path is not None:
+        _check_rollouts_path(path)
+    found: list[Answers] = []
     seconds: list[float] = []
-    with ExitStack() as at_the_end:  # environments serve checkpoint and baseline
-        environments = dict(given.environments)
-        for environment in environments.values():
-            at_the_end.callback(environment.close)
-        for lesson_id in chosen:
-            if lesson_id not in environments:
-                environments[lesson_id] = load_environment(config.curriculum.lessons[lesson_id].environment.spec)
-                at_the_end.callback(environments[lesson_id].close)
+    with _environments(given, chosen) as environments:  # they serve checkpoint and baseline
         for one, label in zip(sources, (LABEL, BASELINE), strict=False):
             began = time.perf_counter()
-            found.append(_answers(one, config, environments, chosen, n, generations, label))
+            found.append(_answers(one, given.config, environments, chosen, n, generations, label))
             seconds.append(time.perf_counter() - began)
-    if rollouts_path is not None:
-        _write_rollouts(rollouts_path, found)
+    if path is not None:
+        _write_rollouts(path, found)
+    asked = curriculum.eval_n_examples if n is None else n
 
     def report(which: int, path: Path | None = None, other: EvaluationReport | None = None) -> EvaluationReport:
         lesson_reports = {
             lesson_id: LessonReport.of(
                 lesson_id,
                 batch,
-                config.curriculum.lessons[lesson_id].success_threshold,
+                curriculum.lessons[lesson_id].success_threshold,
                 ks or (),
                 asked - len(batch.groups),
-                None if other is None else found[1][lesson_id][1],
+                None if other is None else found[1][lesson_id],
             )
-            for lesson_id, (_, batch) in found[which].items()
+            for lesson_id, batch in found[which].items()
         }
         return EvaluationReport(model_dirs[which], lesson_reports, seconds[which], path, other)
 
-    return report(0, rollouts_path, None if baseline is None else report(1))
+    return report(0, path, None if baseline is None else report(1))
+
+
+def _recipe(config: RunConfig | str | Path) -> RunConfig:
+    known = config if isinstance(config, RunConfig) else load_config(config)
+    if not isinstance(known, RunConfig):
+        raise ConfigError(f"config {config} trains a control policy: evaluate it by penstock.overseer.evaluate_fleet")
+    return known
+
+
+def _check_ks(ks: Sequence[int], generations: int) -> None:
+    for k in ks:
+        if not 1 <= k <= generations:
+            raise ConfigError(
+                f"k of pass@k is {k}, and generations is {generations}: of n responses to a prompt k can be 1 to n; "
+                "ask for more responses, or for a smaller k"
+            )
+
+
+def _check_rollouts_path(path: Path) -> None:
+    check_place(path, "--rollouts")
+    if path.suffix != ".parquet":
+        raise ConfigError(f"--rollouts {path} is written as Parquet: let its name end in .parquet")
+
+
+@contextmanager
+def _environments(given: GivenObjects, lessons: Sequence[str]) -> Iterator[dict[str, Environment]]:
+    """Those of the lessons, as given or else loaded; they are closed at the end."""
+    with ExitStack() as at_the_end:
+        environments = dict(given.environments)
+        for environment in environments.values():
+            at_the_end.callback(environment.close)
+        for lesson_id in lessons:
+            if lesson_id not in environments:
+                spec = given.config.curriculum.lessons[lesson_id].environment.spec
+                environments[lesson_id] = load_environment(spec)
+                at_the_end.callback(environments[lesson_id].close)
+        yield environments
 
 
 def _answers(
@@ -131,7 +146,7 @@ def _answers(
     n: int | None,
     generations: int,
     label: str,
-) -> Found:
+) -> Answers:
     manager, step = manager_of(source, config, environments), version_of(source)
     try:
         return {lesson_id: _evaluated(manager, lesson_id, n, generations, label, step) for lesson_id in lessons}
@@ -141,17 +156,18 @@ def _answers(
 
 def _evaluated(
     manager: RolloutManager, lesson_id: str, n: int | None, generations: int, label: str, step: int
-) -> tuple[RolloutBatchStats, RolloutBatch]:
+) -> RolloutBatch:
     try:
-        return manager.evaluate_lesson(lesson_id, n, "report", step, n_generations=generations, label=label)
+        _, batch = manager.evaluate_lesson(lesson_id, n, "report", step, n_generations=generations, label=label)
+        return batch
     except EnvironmentFailure as failure:
         raise EnvironmentFailure(f"lesson {lesson_id!r} has no result: {failure}") from failure
 
 
-def _write_rollouts(path: Path, found: Sequence[Found]) -> None:
+def _write_rollouts(path: Path, found: Sequence[Answers]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     tables = [
-        table_from_evaluation([batch for _, batch in of_one.values()], label)
+        table_from_evaluation(list(of_one.values()), label)
         for of_one, label in zip(found, (LABEL, BASELINE), strict=False)
     ]
     write_parquet(path, pa.concat_tables(tables))
