@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -221,7 +222,9 @@ def _create(path: str, variant: str) -> RunDirectory:
 def main() -> None:
     for line in sys.stdin:
         path, steps, variant = json.loads(line)
-        pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, which are idle: from Python 3.12 on
+            pid = os.fork()
         if pid == 0:
             say("life", os.getpid())
             os._exit(live(path, steps, variant))

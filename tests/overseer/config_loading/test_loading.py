@@ -102,7 +102,7 @@ def refused(values: dict[str, object]) -> str:
         ({"learner": {"seed_words": ["a", 2]}}, "learner.seed_words.1 is 2: it must be text"),
         (
             {"learner": {"seed_words": [Path]}},
-            "learner.seed_words.0 is <class 'pathlib.Path'>: it must be text, as 'pathlib:Path'",
+            f"learner.seed_words.0 is {Path}: it must be text, as '{Path.__module__}:Path'",
         ),
         (
             {"learner": {"optimizer": {"schedule": "cosin"}}},
