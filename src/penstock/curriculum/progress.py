@@ -222,7 +222,7 @@ class LessonProgress:
         names = {f.name for f in fields(cls)}
         if odd := ", ".join(sorted(state.keys() ^ names)):
             raise CheckpointError(f"curriculum state of lesson {lesson_id!r}: unexpected or missing fields: {odd}")
-        return cls(**state)
+        return cls(**{**state, "results": list(state["results"])})
 
 
 EventKind = Literal["unlocked", "graduated", "regressed", "completed", "added", "removed"]
