@@ -12,7 +12,7 @@ from tests.dashboard.sample_run import write_run
 def test_a_folder_opens_without_a_server(tmp_path):
     write_run(tmp_path / "runs" / "mine")
     out = tmp_path / "out"
-    assert write_bundle(tmp_path / "runs", out).startswith(f"wrote {out}/index.html: 1 runs, 7 groups")
+    assert write_bundle(tmp_path / "runs", out).startswith(f"wrote {out}/index.html: 1 run, 7 groups in full")
     page = (out / "index.html").read_text()
     assert "static/" not in page and "module" not in page and "content-security-policy" in page
     data = (out / "data.js").read_text()
@@ -29,7 +29,7 @@ def test_a_folder_opens_without_a_server(tmp_path):
 def test_groups_beyond_the_limit_are_left_out_and_counted(tmp_path, monkeypatch):
     write_run(tmp_path / "mine")
     monkeypatch.setattr(module, "MOST_BYTES", 2000)
-    assert "more without" in write_bundle(tmp_path / "mine", tmp_path / "out")
+    assert "more in lists alone" in write_bundle(tmp_path / "mine", tmp_path / "out")
 
 
 def test_what_cannot_be_read_is_told(tmp_path):
@@ -47,7 +47,7 @@ def test_broken_groups_are_not_said_to_have_had_no_room(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "group_page", broken)
     told = write_bundle(tmp_path / "mine", tmp_path / "out")
-    assert "0 groups with their tokens (7 more cannot be read)" in told and "limit" not in told
+    assert "1 run, 0 groups in full (7 more cannot be read)" in told and "limit" not in told
 
 
 def test_modules_are_joined_in_functions_of_their_own():

@@ -79,8 +79,9 @@ def write_bundle(path: Path, out: Path, trust: bool = False) -> str:
     }
     for name, content in written.items():
         write_atomically(out / name, content, durable=False)
-    words = f"{len(data['runs'])} runs, {groups} groups with their tokens"
-    words += f" ({left_out} more without: {MOST_BYTES >> 20} MiB is the limit)" if left_out else ""
+    count = len(data["runs"])
+    words = f"{count} run{'s' * (count != 1)}, {groups} groups in full"
+    words += f" ({left_out} more in lists alone: {MOST_BYTES >> 20} MiB is the limit)" if left_out else ""
     words += f" ({broken} more cannot be read)" if broken else ""
     problems = "".join(f"\n{run.name}: {run.problem}" for run in runs.all() if run.problem)
     return f"wrote {out / 'index.html'}: {words}, {len(script) / 1e6:.1f} MB{problems}"

@@ -230,6 +230,9 @@ def test_shapes_are_named_by_their_end_or_by_a_path(config, tmp_path):
     other = tmp_path / "larger.json"  # is read itself, and not the config.json beside it
     other.write_text(json.dumps(shape_named("1.5b", config).to_hugging_face()))
     assert shape_named(str(other), config).hidden_size == 1536
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"^--models names '.*empty': .*config\.json cannot be read.*checkpoint$"):
+        shape_named(str(tmp_path / "empty"), config)
     other.write_text('{"model_type": "gpt2"}')
     with pytest.raises(ConfigError, match=r"^.*larger\.json: model_type is 'gpt2'"):
         shape_named(str(other), config)

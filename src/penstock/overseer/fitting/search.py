@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from penstock.inference.sequence import check_length
 from penstock.model.json_files import read_json
 from penstock.model.language.attention_choice import Remat
-from penstock.model.language.config import ModelConfig
+from penstock.model.language.config import ModelConfig, read_shape
 from penstock.model.language.lora import LoraConfig
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.estimate import bytes_text, estimate_memory, model_shape
 from penstock.overseer.fitting.chips import parse_target, prepare_compilers
-from penstock.types import ConfigError
+from penstock.types import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -133,7 +133,12 @@ def shape_named(name: str, config: RunConfig) -> ModelConfig:
     elif name and path.is_dir():
         inner = path / "model"  # of a training checkpoint
         directory = inner if inner.is_dir() else path
-        return model_shape(config.model.model_copy(update={"init": None, "path": str(directory)}))
+        policy = config.model.model_copy(update={"init": None, "path": str(directory)})
+        try:
+            return read_shape(str(policy.directory), policy.dtype, policy.base, policy.lora)
+        except CheckpointError as error:
+            remedy = "give a Hugging Face model directory, or a run's checkpoint"
+            raise ConfigError(f"--models names {name!r}: {error}: {remedy}") from error
     else:
         known = ", ".join(sorted(shipped))
         raise ConfigError(f"--models names {name!r}: there are {known}; or give the path of a config.json")
