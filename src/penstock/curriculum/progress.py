@@ -222,7 +222,8 @@ class LessonProgress:
         names = {f.name for f in fields(cls)}
         if odd := ", ".join(sorted(state.keys() ^ names)):
             raise CheckpointError(f"curriculum state of lesson {lesson_id!r}: unexpected or missing fields: {odd}")
-        return cls(**{**state, "results": list(state["results"])})
+        values: dict[str, Any] = {**state, "results": list(state["results"])}
+        return cls(**values)
 
 
 EventKind = Literal["unlocked", "graduated", "regressed", "completed", "added", "removed"]
