@@ -127,6 +127,8 @@ def assemble_examples(
 
 def sample_starts_of(example: RLExample) -> list[int]:
     """The first position of each sample of a rollout's example."""
+    if example.segment_ids[0] == example.segment_ids[-1]:  # nearly always, and they ascend: nothing is searched
+        return [0]
     return [0, *(np.flatnonzero(np.diff(example.segment_ids)) + 1).tolist()]
 
 
