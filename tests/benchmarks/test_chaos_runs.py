@@ -16,7 +16,7 @@ pytestmark = pytest.mark.attack
 def test_a_run_survives_ninety_seconds_of_faults(tmp_path, capsys):
     out = tmp_path / "chaos.jsonl"
     length = ["--parts", "run", "--minutes", "1.5", "--more-minutes", "1.5", "--each", "0"]
-    policy = ["--bar", "0.5", "--learning-rate", "1e-3", "--groups", "8"]
+    policy = ["--bar", "0.3", "--learning-rate", "1e-3", "--groups", "8"]
     code = benchmark.main([*length, *policy, "--seed", "738", "--scratch", str(tmp_path), "--out", str(out)])
     printed = capsys.readouterr().out
     assert code == 0, printed

@@ -21,6 +21,15 @@ def test_given_buckets_are_kept_below_the_longest():
     assert config.window_buckets == (64, 100)
 
 
+@pytest.mark.parametrize(
+    ("slots", "rows"),
+    [(1, (1,)), (2, (1, 2)), (7, (1, 7)), (8, (1, 4, 8)), (64, (1, 4, 16, 64)), (130, (1, 4, 16, 64, 130))],
+)
+def test_a_decode_step_has_a_quarter_of_the_rows_or_half_of_the_most(slots, rows):
+    assert EngineConfig(max_slots=slots).decode_buckets == rows
+    assert EngineConfig(max_slots=slots, decode_rows=(3, 200)).decode_buckets == ((3, slots) if slots > 3 else (slots,))
+
+
 def test_the_shortest_possible_sequence_has_buckets():
     assert EngineConfig(max_seq_len=2).prefill_buckets == (1,)
     assert EngineConfig(max_seq_len=2).window_buckets == (2,)

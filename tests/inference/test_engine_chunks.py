@@ -69,13 +69,33 @@ def test_chunks_give_what_whole_prefill_gives(start_engine, decoder, chunked, co
         np.testing.assert_allclose(found.response_logprobs, expected.response_logprobs, atol=1e-5)
 
 
-def test_others_go_on_between_the_chunks_and_siblings_begin_together(watched):
+def test_others_go_on_between_the_chunks_and_siblings_begin_together(watched, monkeypatch):
     engine, done = watched
-    assert len(answers(engine.submit([request(5, 20, n=2), request(50, 4, n=2, seed=3)]))) == 4
-    assert done[:8] == [
-        ("extend", 2, 0), ("decode", [0, 1]), ("extend", 2, 16), ("decode", [0, 1]), ("extend", 2, 32),
-        ("decode", [0, 1]), ("extend", 2, 48), ("decode", [0, 1, 2, 3]),
+    runner, later = engine._batch.runner, []
+    decode = runner.decode
+
+    def decoding(rows, alternatives):
+        if not later:
+            later.extend(engine.submit([request(50, 4, n=2, seed=3)]))
+        return decode(rows, alternatives)
+
+    monkeypatch.setattr(runner, "decode", decoding)
+    assert len(answers(engine.submit([request(5, 30, n=2)]))) == 2
+    assert len(answers(later)) == 2
+    assert done[:9] == [
+        ("decode", [0, 1]), ("extend", 2, 0), ("decode", [0, 1]), ("extend", 2, 16), ("decode", [0, 1]),
+        ("extend", 2, 32), ("decode", [0, 1]), ("extend", 2, 48), ("decode", [0, 1, 2, 3]),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("at_once", "chunks"), [(64, 4), (32, 2), (8, 1)])
+def test_whoever_has_no_token_yet_begins_beside_those_that_wait(chunked, at_once, chunks, watched_engine):
+    engine, done = watched_engine(chunked.model_copy(update={"prefill_tokens": at_once}))
+    assert len(answers(engine.submit([request(5, 20, n=3), request(50, 4, seed=3)]))) == 4
+    assert done[: chunks + 1] == [
+        *(("extend", 3, 16 * number) for number in range(chunks)),
+        ("decode", [0, 1, 2, 3] if chunks == 4 else [0, 1, 2]),
+    ]
 
 
 @pytest.mark.parametrize(("at_once", "chunks"), [(64, [4, 0, 0]), (32, [2, 2, 0]), (8, [1, 1, 1])])
@@ -95,8 +115,10 @@ def test_a_prompt_that_is_there_by_chunks_is_shared(watched):
     assert engine.stats()["inference/prefix_hits_total"] == 2  # the four slots at once were one prefill
 
 
-def test_a_cancelled_first_sibling_leaves_the_prompt_to_the_next(watched, start_engine, decoder, chunked, monkeypatch):
-    engine, done = watched
+def test_a_cancelled_first_sibling_leaves_the_prompt_to_the_next(
+    watched_engine, start_engine, decoder, chunked, monkeypatch
+):
+    engine, done = watched_engine(chunked.model_copy(update={"prefill_tokens": 16}))
     one, other = request(50, 4, seed=1), request(50, 4, seed=2)
     batch, cancelled = engine._batch, []
     extend = batch.runner.extend

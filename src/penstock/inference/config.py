@@ -43,15 +43,15 @@ class EngineConfig(BaseModel):
         prefill_rows: Most prompts in one prefill.
         prefill_tokens: Most padded tokens in one prefill, so that long prompts go in fewer rows.
         prefill_chunk: Tokens of a long prompt that are prefilled between two dispatches, so that others go on
-            meanwhile (up to `prefill_tokens` where more responses wait for long prompts than go on); one that would be
-            padded to at most twice as many is prefilled whole. On one CPU; other devices prefill every prompt whole.
-            What is added to a prompt whose beginning is cached goes in as many at a time, or, at its end, in a quarter
-            of them. Texts that are scored (`InferenceEngine.score`) go in halves of it everywhere: each of their tokens
-            costs its scores, too.
+            meanwhile (up to `prefill_tokens` where more responses wait for long prompts than go on, or none that goes
+            on has a token yet); one that would be padded to at most twice as many is prefilled whole. On one CPU; other
+            devices prefill every prompt whole. What is added to a prompt whose beginning is cached goes in as many at a
+            time, or, at its end, in a quarter of them. Texts that are scored (`InferenceEngine.score`) go in halves of
+            it everywhere: each of their tokens costs its scores, too.
         prefill_lengths: Lengths that prompts are padded to, ascending; None chooses powers of four up to half of the
             largest possible prompt, which is always added.
         decode_rows: Rows that a decode step may have, ascending: the fewest that hold all live responses. None chooses
-            powers of eight up to a third of `max_slots`, which is always added; each costs a program per window. Other
+            powers of four up to half of `max_slots`, which is always added; each costs a program per window. Other
             devices than one CPU always take `max_slots`.
         windows: Lengths that the cache grows through, ascending; None chooses powers of two from 128.
             `max_seq_len` is always added.
@@ -132,7 +132,7 @@ class EngineConfig(BaseModel):
     @property
     def decode_buckets(self) -> tuple[int, ...]:
         """Rows of a decode step, ascending; the last is `max_slots`."""
-        return _buckets(self.decode_rows, 1, 8, self.max_slots, self.max_slots // 3)
+        return _buckets(self.decode_rows, 1, 4, self.max_slots, self.max_slots // 2)
 
     def prefill_row_counts(self, length: int) -> tuple[int, ...]:
         """Rows that a prefill of that padded length may have: one, for a long prompt that comes alone, and the most."""

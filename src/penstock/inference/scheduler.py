@@ -408,7 +408,10 @@ class RunningBatch:
                 under_way.slots += filling.slots
 
     def _extend(self) -> None:
-        """The next chunk of the first long prompt; several where more responses wait for long prompts than go on."""
+        """The next chunk of the first long prompt.
+
+        Several where more responses wait for long prompts than go on, or none that goes on has a token yet.
+        """
         chunk, left, go_on = self._config.prefill_chunk, self._config.prefill_tokens, bool(self._fillings)
         while go_on:
             filling = self._fillings[0]
@@ -418,7 +421,13 @@ class RunningBatch:
                     self.slots.begin(slot)
                     self._prefixes.note(slot, filling.text[:-1])
             left -= chunk
-            go_on = left >= chunk and 0 < len(self.slots.live) < sum(len(each.slots) for each in self._fillings)
+            go_on = left >= chunk and self._fills_on
+
+    @property
+    def _fills_on(self) -> bool:
+        live, waiting = self.slots.live, sum(len(each.slots) for each in self._fillings)
+        begun = any(response.begun_s is not None for _, response in live)
+        return bool(live) and (waiting > len(live) or (waiting > 0 and not begun))
 
     def _add(self, filling: Filling, tokens: np.ndarray) -> None:
         """Adds the next tokens of a text to the cache; its other slots take it when it is whole."""
