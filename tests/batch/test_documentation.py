@@ -9,8 +9,8 @@ import yaml
 from tests.batch.conftest import advantages_of
 
 from penstock.batch import BatchMakerConfig, make_batch_maker
-from penstock.batch.advantages import REMEMBERED
 from penstock.batch.config import BUILT_IN_MAKERS
+from penstock.batch.reservoir import REMEMBERED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "batch.md").read_text()
 

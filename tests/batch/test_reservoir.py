@@ -4,7 +4,7 @@ import pytest
 from scipy.stats import chisquare
 from tests.batch.conftest import advantages_of, ids_of, small_group
 
-from penstock.batch import GrpoBatchMaker, advantages
+from penstock.batch import GrpoBatchMaker, reservoir
 from penstock.types import InvalidRolloutError, RolloutRecord
 
 
@@ -202,7 +202,7 @@ def test_it_is_bound_to_one_environment(add):
 
 
 def test_problems_without_rollouts_are_forgotten_after_many_others(add, monkeypatch):
-    monkeypatch.setattr(advantages, "REMEMBERED", 3)
+    monkeypatch.setattr(reservoir, "REMEMBERED", 3)
     maker = GrpoBatchMaker(seed=0)
     for index in range(10):
         add(maker, f"a-0-{index}", example=str(index), step=6)

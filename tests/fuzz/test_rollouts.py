@@ -9,7 +9,7 @@ from tests.fuzz.fuzzing import COUNTS, damaged, fuzz
 
 from penstock.replay import batch_from_buffer, batch_to_buffer
 from penstock.replay.messages import MAGIC, TRAILER
-from penstock.rundir import read_examples, read_records, read_rows, write_records
+from penstock.rundir import read_examples, read_parquet, read_records, write_records
 from penstock.types import (
     Decoding,
     InvalidRolloutError,
@@ -96,7 +96,7 @@ def test_other_readers_of_parts_refuse_too(tmp_path, count):
 
     def target(content):
         path.write_bytes(content)
-        read_rows(path, ["rollout_id", "response_tokens", "no such column"])
+        read_parquet(path, ["rollout_id", "response_tokens", "no such column"]).to_pylist()
         read_examples(path)
 
     assert fuzz(target, lambda rng: damaged(good, rng), count, REFUSED_PART) > 0.5 * count

@@ -352,6 +352,21 @@ def test_a_stop_before_the_last_evaluation_leaves_a_run_that_a_resume_completes(
     assert (stopped.step, stopped.complete, stopped.after) == (3, False, {})
     resumed = train(tiny(), run_dir, resume=True, quiet=True)
     assert (resumed.step, resumed.complete, resumed.after["cats"].groups) == (3, True, 4)
+    told = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "evaluated_before"]
+    assert told == [], "its last evaluation was still to be made"
+
+
+def test_a_resume_of_a_finished_run_says_that_it_is_only_evaluated_again(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    first = train(tiny({"steps": 1}), run_dir, quiet=True)
+    again = train(tiny({"steps": 1}), run_dir, resume=True)
+    assert (again.step, again.complete, again.after) == (1, True, first.after)
+    assert "the last version was evaluated: it is only evaluated again" in capsys.readouterr().out
+    further = train(tiny({"steps": 2}), run_dir, resume=True, quiet=True)
+    assert (further.step, further.complete) == (2, True)
+    told = [event["event"] for event in read_events(run_dir / "events.jsonl")].count("evaluated_before")
+    assert told == 1, "with more steps there is something to train"
 
 
 @pytest.mark.slow

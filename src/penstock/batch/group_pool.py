@@ -27,7 +27,7 @@ from penstock.batch.examples import Advantage, check_trainable
 from penstock.types import AnyRollout, InvalidRolloutError, RolloutGroup
 
 if TYPE_CHECKING:
-    from penstock.batch.advantages import Baseline
+    from penstock.batch.reservoir import Baseline
 
 
 @dataclass(slots=True, eq=False)

@@ -2,19 +2,122 @@
 
 Groups are merged into problems for the baseline only: fates, deadlines and storage go on by group. Costs O(1) per
 rollout that comes or goes, and one pass over flags of all rollouts per batch.
+
+A `Baseline` of a problem counts every rollout that was ever added under its key, those included that were filtered,
+used or discarded since: they are answers of the same policy to the same problem, whatever became of them.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
 
+import numpy as np
 from typing_extensions import override
 
-from penstock.batch.advantages import Baseline, BaselineTable, Retention, version_of
 from penstock.batch.draws import RankSampler
 from penstock.batch.examples import assemble_example, batch_metadata
 from penstock.batch.group_pool import DeadlineQueue, DrawPool, GroupTable, PooledGroup, group_of
 from penstock.batch.maker import BatchRandomness, Dropped, PacedBatchMaker, check_choice, uses_limit
 from penstock.types import AnyRollout, Fate, RLExample, RolloutGroup, RolloutRecord
+
+Retention = Literal["newest", "all"]
+
+REMEMBERED = 4096
+"""Problems without a waiting rollout whose version and baseline are remembered; the longest unused are forgotten."""
+
+Key = tuple[str, str] | tuple[str, str, int]
+
+
+@dataclass(slots=True, eq=False)
+class Baseline:
+    """The rewards of one problem under one policy version.
+
+    Attributes:
+        key: Environment and example; with the version, where all versions are kept.
+        version: Weight step. What waits in one buffer is of one surviving path, on which a step is a version.
+        count: Rollouts so far.
+        total: Their rewards' sum.
+        groups: Those with a rollout that waits.
+    """
+
+    key: Key
+    version: int
+    count: int = 0
+    total: float = 0.0
+    groups: list[PooledGroup] = field(default_factory=list[PooledGroup])
+
+    def add(self, group: PooledGroup) -> None:
+        """A group's rewards enter."""
+        group.baseline = self
+        self.groups.append(group)
+        rollouts = group.rollouts()
+        self.count += len(rollouts)
+        self.total += sum(float(np.float32(rollout.episode_reward)) for rollout in rollouts)
+
+    def advantage(self, reward: float) -> float:
+        """RLOO: the reward minus the mean of all others; 0 for the only one.
+
+        n·r − Σr is exact in float64 for rewards of float32 precision, so equal rewards give exactly 0.
+        """
+        if self.count < 2:
+            return 0.0
+        return (float(np.float32(reward)) * self.count - self.total) / (self.count - 1)
+
+
+@final
+class BaselineTable:
+    """Every baseline, by key.
+
+    Args:
+        retention: ``newest``: one version of each problem; ``all``: each version for itself.
+    """
+
+    def __init__(self, retention: Retention) -> None:
+        self._retention: Retention = retention
+        self._baselines: dict[Key, Baseline] = {}
+        self._idle: OrderedDict[Key, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._baselines)
+
+    def find(self, group: PooledGroup) -> Baseline:
+        """The baseline of a group's problem; where only the newest is kept, maybe of another version than its own."""
+        first, version = group.rollouts()[0], version_of(group)
+        key: Key = (first.env_name, first.env_example_id)
+        if self._retention == "all":
+            key = (*key, version)
+        if key not in self._baselines:
+            self._baselines[key] = Baseline(key, version)
+        return self._baselines[key]
+
+    def renew(self, baseline: Baseline, version: int) -> Baseline:
+        """A newer version of its problem begins."""
+        self._baselines[baseline.key] = Baseline(baseline.key, version)
+        return self._baselines[baseline.key]
+
+    def enter(self, baseline: Baseline, group: PooledGroup) -> None:
+        """A group's rewards enter the baseline of its problem."""
+        self._idle.pop(baseline.key, None)
+        baseline.add(group)
+
+    def leave(self, group: PooledGroup) -> None:
+        """A group has no rollout left."""
+        baseline = group.baseline
+        if baseline is None:
+            return
+        baseline.groups.remove(group)
+        if not baseline.groups and self._baselines.get(baseline.key) is baseline:
+            self._idle[baseline.key] = None
+            if len(self._idle) > REMEMBERED:
+                oldest, _ = self._idle.popitem(last=False)
+                del self._baselines[oldest]
+
+
+def version_of(group: PooledGroup) -> int:
+    """Weight step of the oldest weights behind a group, so that one that straddles a swap stays one."""
+    stamps = [rollout.metadata for rollout in group.rollouts() if rollout.metadata is not None]
+    return min(stamp.weight_step for stamp in stamps)
 
 
 @final
@@ -22,7 +125,7 @@ class GrpoBatchMaker(PacedBatchMaker):
     """Draws single rollouts at random from those whose advantage is not zero.
 
     Rollouts share a baseline by (environment, example, policy version); the version of a rollout is the oldest behind
-    any of its own group. The advantage is RLOO over every rollout of that key so far (`penstock.batch.advantages`), at
+    any of its own group. The advantage is RLOO over every rollout of that key so far, at
     the time of the batch. At each `create_batch`, after everything new was merged, rollouts whose advantage is zero
     are given up as ``filtered``, also older ones that became so. That is final: a rollout that was given up does not
     come back when its key gets more members, but its reward counts for them.

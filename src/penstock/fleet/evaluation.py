@@ -108,20 +108,12 @@ def evaluate_policy(
 
     worker = RolloutWorker(pool, runner, config, take)
     began = clock()
-    while (owed := tally.owed) > 0:
+    while tally.owed > 0:
         check()
         if clock() - began > timeout_s:
-            raise NoProgressError(
-                f"{tally.wanted - owed} of {tally.wanted} episodes were over after {timeout_s:g} s"
-                f"{tally.faulty_in_words}; slots that owe some: {tally.slots_that_owe()[:8]}. A task whose "
-                "episodes may never end needs kwargs.max_episode_steps; else lower episodes"
-            )
+            raise NoProgressError(tally.describe_timeout(timeout_s))
         if clock() - began >= told_s:
-            on_slow(
-                f"{tally.wanted - owed} of {tally.wanted} episodes of the evaluation are over after {told_s:g} s and "
-                f"{tally.steps:,} steps{tally.faulty_in_words}: a task whose episodes may never end needs "
-                "kwargs.max_episode_steps"
-            )
+            on_slow(tally.describe_slowness(told_s))
             told_s *= 2
         worker.run_once(POLL_S)
         tally.give_over(pool.given_up())
@@ -149,9 +141,9 @@ class _Tally:
         self._next = 0
         self._played: list[list[Episode]] = [[] for _ in tasks]  # whole ones, also beyond the quota, which may grow
         self._given_up: set[int] = set()
-        self._faulty = self._cut = self.steps = 0
+        self._faulty = self._cut = self._steps = 0
         self._faulty_first = dict.fromkeys(tasks, 0)  # of each task that has played no whole episode
-        self.wanted = sum(self._quotas)
+        self._wanted = sum(self._quotas)
 
     @property
     def owed(self) -> int:
@@ -159,7 +151,7 @@ class _Tally:
         return sum(map(self._remaining, range(len(self._tasks))))
 
     def add(self, batch: StepBatch) -> None:
-        self.steps += int(np.count_nonzero(batch.acted))
+        self._steps += int(np.count_nonzero(batch.acted))
         self._tracker.add(batch)
         self._next, ended = self._tracker.since(self._next)
         for episode in ended:
@@ -189,8 +181,22 @@ class _Tally:
             for _ in range(left):
                 self._quotas[min(heirs, key=lambda one: self._quotas[one])] += 1
 
-    @property
-    def faulty_in_words(self) -> str:
+    def describe_timeout(self, timeout_s: float) -> str:
+        slots = [slot for slot in range(len(self._tasks)) if self._remaining(slot)]
+        return (
+            f"{self._wanted - self.owed} of {self._wanted} episodes were over after {timeout_s:g} s"
+            f"{self._describe_faults()}; slots that owe some: {slots[:8]}. A task whose episodes may never end needs "
+            "kwargs.max_episode_steps; else lower episodes"
+        )
+
+    def describe_slowness(self, seconds: float) -> str:
+        return (
+            f"{self._wanted - self.owed} of {self._wanted} episodes of the evaluation are over after {seconds:g} s and "
+            f"{self._steps:,} steps{self._describe_faults()}: a task whose episodes may never end needs "
+            "kwargs.max_episode_steps"
+        )
+
+    def _describe_faults(self) -> str:
         return f" ({self._faulty} more were cut by faults)" if self._faulty else ""
 
     def _note_faulty(self, episode: Episode) -> None:
@@ -203,9 +209,6 @@ class _Tally:
                 "mend its simulator, which raises or dies, sets info['error'], or gives a reward or an observation "
                 "that cannot be used (the failures that were told say which)"
             )
-
-    def slots_that_owe(self) -> list[int]:
-        return [slot for slot in range(len(self._tasks)) if self._remaining(slot)]
 
     def evaluation(self, seconds: float) -> PolicyEvaluation:
         pairs = zip(self._played, self._quotas, strict=True)

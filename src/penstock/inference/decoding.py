@@ -4,9 +4,9 @@ Both compose `Layer.project` and `Layer.finish` with the cache, so that the equa
 unrolled over unstacked weights: scanning stacked ones would copy every layer out of the stack at each step. A prompt's
 last token is not prefilled but decoded: its step samples the first token of the response. So prefill needs no output
 head, n samples of one prompt differ from their first own step on, and all sampling is in one place. A row that stops
-inside a dispatch emits nothing more; the dispatch ends early when no row is left. What only moves cached entries about
-is a function of one array, the same small program for every layer: for all arrays in one program, XLA would compile as
-many copies of it.
+inside a dispatch emits nothing more; the dispatch ends early when no row is left. `resize` is a function of one array,
+the same small program for every layer: for all arrays in one program, XLA would compile as many copies of it. `insert`
+and `fork`, which copy pages in a loop, are one program over all layers with one loop.
 
 *Cache.* One array of keys and one of values per layer, (slot, kv head, position, head dim). That layout makes both
 attention products contiguous; separate arrays per layer let a donated decode step update each in place. A slot's entry

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 SHOWN_EVENTS = frozenset(
     {
-        "answer_cut", "badly_scaled", "component_death", "data_changed", "disk_full", "evaluation_failed",
-        "evaluation_slow", "files_damaged", "files_missing", "goal_reached", "graduated", "group_failed", "isolation",
-        "memory_freed", "prometheus", "regressed", "rewind", "rollouts_quarantined", "scale_refused",
-        "solutions_too_long", "started_anew", "straggler", "tracker_failed", "unlocked",
+        "answer_cut", "badly_scaled", "component_death", "data_changed", "disk_full", "evaluated_before",
+        "evaluation_failed", "evaluation_slow", "files_damaged", "files_missing", "goal_reached", "graduated",
+        "group_failed", "isolation", "memory_freed", "prometheus", "regressed", "rewind", "rollouts_quarantined",
+        "scale_refused", "solutions_too_long", "started_anew", "straggler", "tracker_failed", "unlocked",
         "update_skipped",
     }
 )  # fmt: skip
@@ -190,7 +190,7 @@ def _in_words(kind: str, fields: Mapping[str, Any]) -> str:
         return " ".join(f"{fields['component']} died: {fields['reason']}".split())
     if kind == "answer_cut":
         return f"lesson {fields['lesson']}: an answer was cut {fields['reason']}"
-    if kind in ("badly_scaled", "evaluation_slow"):
+    if kind in ("badly_scaled", "evaluated_before", "evaluation_slow"):
         return str(fields["words"])
     if kind == "disk_full":
         return " ".join(str(fields["reason"]).split())

@@ -32,7 +32,7 @@ from penstock.overseer.supervisor.messages import Identity
 from penstock.overseer.tasks import DirectTasks, SupervisedTasks
 from penstock.overseer.terminal import RunSummary, TerminalView
 from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, repair_logs
-from penstock.rundir import RunDirectory, read_json_lines
+from penstock.rundir import RunDirectory, read_events, read_json_lines
 from penstock.rundir.store_urls import is_remote, local_root
 from penstock.types import CheckpointError, ConfigError, PenstockError, RunDirectoryError
 from penstock.types.addresses import is_loopback
@@ -317,6 +317,8 @@ def open_log(
             log.event("started_anew", reason=f"{directory.path} ended before its first checkpoint")
         elif log.step and not is_remote(config.replay.store.url) and config.replay.store.max_bytes is None:
             _note_missing(directory, config, log)
+        if log.step == config.steps:
+            _note_finished(directory, log)
     return log
 
 
@@ -333,6 +335,14 @@ def _note_missing(directory: RunDirectory, config: "RunConfig | FleetRunConfig",
         path = local_root(directory.path, config.replay.store.url) / name
         if next(path.glob("*.parquet"), None) is None:
             log.event("files_missing", path=str(path), reason=f"it is empty: {reason}")
+
+
+def _note_finished(directory: RunDirectory, log: RunLog) -> None:
+    """A run that has nothing left to do evaluates its last version once more."""
+    last = next((e for e in reversed(read_events(directory.events_path)) if e["event"] == "evaluation"), None)
+    if last is not None and (last["when"], last["step"]) == ("after", log.step) and None not in last["reward"].values():
+        words = "all steps were made and the last version was evaluated: it is only evaluated again; more steps go on"
+        log.event("evaluated_before", words=words)
 
 
 def oversee(run: Run, crew: ThreadGroup, quiet: bool) -> None:

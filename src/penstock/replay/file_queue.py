@@ -274,12 +274,7 @@ class FileRolloutStorage:
 
     def metrics(self) -> dict[str, float]:
         """See `RolloutStorage.metrics`; `depth` is that of the last look, the waits are those of this process."""
-        return {
-            "rollout_storage/depth": float(self._depth),
-            "rollout_storage/received": float(self._counts["received"]),
-            "rollout_storage/quarantined": float(self._counts["quarantined"]),
-            **self._backpressure.metrics(),
-        }
+        return self._backpressure.metrics(self._depth, self._counts)
 
     def count_files(self) -> int:
         """Batches that lie in the folder, received or not."""

@@ -221,12 +221,15 @@ class Backpressure:
             with self._lock:
                 self._ended_s += self._clock() - self._since.pop(token)
 
-    def metrics(self) -> dict[str, float]:
-        """Writers that wait, and seconds waited so far, theirs included."""
+    def metrics(self, depth: int, counts: Counter[str]) -> dict[str, float]:
+        """`RolloutStorage.metrics` of a storage that counted so; seconds waited are with those of writers that wait."""
         with self._lock:
             now = self._clock()
             waiting_s = sum(now - since for since in self._since.values())
             return {
+                "rollout_storage/depth": float(depth),
+                "rollout_storage/received": float(counts["received"]),
+                "rollout_storage/quarantined": float(counts["quarantined"]),
                 "rollout_storage/blocked_writers": float(len(self._since)),
                 "rollout_storage/blocked_s": self._ended_s + waiting_s,
             }
@@ -350,12 +353,7 @@ class MemoryRolloutStorage:
     def metrics(self) -> dict[str, float]:
         """``rollout_storage/…`` numbers of this moment."""
         with self._changed:
-            return {
-                "rollout_storage/depth": float(self._depth),
-                "rollout_storage/received": float(self._counts["received"]),
-                "rollout_storage/quarantined": float(self._counts["quarantined"]),
-                **self._backpressure.metrics(),
-            }
+            return self._backpressure.metrics(self._depth, self._counts)
 
     def finish(self, entry: _Entry) -> bool:
         """A received entry is done with; False where it was before, or is about to be delivered again."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         read_metrics,
         read_status,
     )
-    from penstock.rundir.parquet import read_parquet, read_rows, write_parquet
+    from penstock.rundir.parquet import read_parquet, write_parquet
     from penstock.rundir.replayed_updates import KeptReplay, read_replays, write_replay
     from penstock.rundir.rescored_rows import RescoredRollout, read_rescored, write_rescored
     from penstock.rundir.rollout_rows import (
@@ -53,7 +53,7 @@ _EXPORTS = {
         "uses_from_table",
     ],
     "logs": ["EventLog", "JsonLinesLog", "MetricsLog", "read_events", "read_json_lines", "read_metrics", "read_status"],
-    "parquet": ["read_parquet", "read_rows", "write_parquet"],
+    "parquet": ["read_parquet", "write_parquet"],
     "replayed_updates": ["KeptReplay", "read_replays", "write_replay"],
     "rescored_rows": ["RescoredRollout", "read_rescored", "write_rescored"],
     "rollout_rows": ["ROLLOUT_SCHEMA", "read_records", "records_from_table", "table_from_records", "write_records"],
@@ -65,7 +65,7 @@ __all__ = [
     "EVALUATION_SCHEMA", "EXAMPLE_SCHEMA", "EventLog", "FRAGMENT_SCHEMA", "FRAGMENT_USE_SCHEMA", "JsonLinesLog",
     "KeptReplay", "MetricsLog", "QueryResult", "ROLLOUT_SCHEMA", "RescoredRollout", "RunDirectory", "RunViews",
     "examples_from_table", "fragments_from_table", "read_events", "read_examples", "read_json_lines", "read_metrics",
-    "read_parquet", "read_records", "read_replays", "read_rescored", "read_rows", "read_status", "records_from_table",
+    "read_parquet", "read_records", "read_replays", "read_rescored", "read_status", "records_from_table",
     "replaced_atomically", "table_from_evaluation", "table_from_examples", "table_from_fragments", "table_from_records",
     "table_from_uses", "uses_from_table", "write_atomically", "write_evaluation", "write_examples", "write_parquet",
     "write_records", "write_replay", "write_rescored",

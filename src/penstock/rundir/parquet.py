@@ -139,16 +139,6 @@ def read_columns(file: pq.ParquetFile, columns: Sequence[str] | None = None) -> 
     return table
 
 
-def read_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Some columns of a file as Python values, row by row; columns that it lacks are left out.
-
-    Raises:
-        SchemaVersionError: a newer Penstock wrote it.
-        RunDirectoryError: it is missing or not a Parquet file.
-    """
-    return read_parquet(path, columns).to_pylist()
-
-
 def versioned(fields: Sequence[pa.Field]) -> pa.Schema:
     """A schema that carries the present schema version."""
     return pa.schema(fields, metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()})

@@ -19,7 +19,7 @@ from typing_extensions import override
 from penstock.types import WeightsError, WeightVersion
 from penstock.weights.config import WeightsConfig
 from penstock.weights.delta import Delta, DeltaHistory
-from penstock.weights.manifest import Content, Layout, Manifest, check_layout, check_sendable, describe, layout_of
+from penstock.weights.manifest import Content, Layout, Manifest, check_next, check_sendable, describe, layout_of
 from penstock.weights.protocol import Broadcaster
 
 
@@ -94,7 +94,9 @@ class PublishingBroadcaster(Broadcaster):
     def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         with self._lock:
             layout = layout_of(arrays)
-            self._check(version, layout)
+            if self._closed:
+                raise WeightsError("the broadcaster was closed: nothing can be published")
+            check_next(self._version, self._layout, version, layout)
             began = time.perf_counter()
             host = host_arrays(arrays, self._config.bfloat16)
             copied = time.perf_counter()
@@ -137,14 +139,6 @@ class PublishingBroadcaster(Broadcaster):
             if not self._closed:
                 self._closed = True
                 self._server.close()
-
-    def _check(self, version: WeightVersion, layout: Layout) -> None:
-        if self._closed:
-            raise WeightsError("the broadcaster was closed: nothing can be published")
-        if self._version is not None and version <= self._version:
-            raise WeightsError(f"{version} is not newer than the published {self._version}")
-        if self._layout is not None:
-            check_layout(self._layout, layout, "published arrays")
 
     def _chains(self, manifest: Manifest, host: Mapping[str, np.ndarray]) -> dict[Content, tuple[Delta, ...]]:
         if self._history is None:

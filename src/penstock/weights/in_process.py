@@ -12,7 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from penstock.types import Stopped, SupersededVersionError, WeightsError, WeightVersion
-from penstock.weights.manifest import Layout, check_layout, layout_of
+from penstock.weights.manifest import Layout, check_next, layout_of
 from penstock.weights.protocol import Broadcaster, WeightClient
 
 
@@ -45,10 +45,7 @@ class InProcessBroadcaster(Broadcaster, WeightClient):
         with self._changed:
             if self._closed:
                 raise WeightsError("the broadcaster was closed: nothing can be published")
-            if self._version is not None and version <= self._version:
-                raise WeightsError(f"{version} is not newer than the published {self._version}")
-            if self._layout is not None:
-                check_layout(self._layout, layout, "published arrays")
+            check_next(self._version, self._layout, version, layout)
             self._version, self._arrays, self._layout = version, dict(arrays), layout
             self._changed.notify_all()
             self._publish_s = time.perf_counter() - began

@@ -212,6 +212,18 @@ def check_layout(expected: Layout, found: Layout, who: str) -> None:
     raise WeightsError(f"{who} differ from the first publication: missing {missing}, extra {extra}, changed {changes}")
 
 
+def check_next(newest: WeightVersion | None, first: Layout | None, version: WeightVersion, layout: Layout) -> None:
+    """Refuses a publication that is no newer than the newest, or of another layout than the first, where there is one.
+
+    Raises:
+        WeightsError: saying which.
+    """
+    if newest is not None and version <= newest:
+        raise WeightsError(f"{version} is not newer than the published {newest}")
+    if first is not None:
+        check_layout(first, layout, "published arrays")
+
+
 def version_from_values(values: Any) -> WeightVersion:
     """Reads ``[lineage, step]``.
 

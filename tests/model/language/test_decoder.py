@@ -121,7 +121,7 @@ def test_decoding_token_by_token_with_a_cache_gives_the_packed_states(tiny_decod
         cos, sin = rotary_tables(decoder.config, positions[:, t])
         visible = (jnp.arange(5) <= t)[None, None]
         for i in range(2):
-            layer = decoder.layer(i)
+            layer = decoder.layers_apart()[i]
             query, key, value = layer.project(x, cos, sin)
             keys, values = keys.at[i, :, :, t].set(key), values.at[i, :, :, t].set(value)
             x = layer.finish(x, grouped_attention(query[:, None], keys[i], values[i], visible)[:, 0])

@@ -28,7 +28,7 @@ def test_linear_multiplies_the_last_axis(batch):
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
 def test_one_position_alone_is_computed_as_inside_a_batch(tiny_decoder, model_type):
     decoder = tiny_decoder(model_type=model_type)
-    layer = decoder.layer(1)
+    layer = decoder.layers_apart()[1]
     x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, 16), np.float32))
     cos, sin = rotary_tables(decoder.config, jnp.array([[0, 1, 2], [5, 6, 7]]))
     project = jax.jit(lambda layer, *arrays: layer.project(*arrays))
@@ -44,7 +44,7 @@ def test_one_position_alone_is_computed_as_inside_a_batch(tiny_decoder, model_ty
 
 def test_values_are_not_rotated_and_keys_are(tiny_decoder):
     decoder = tiny_decoder()
-    layer, x = decoder.layer(0), jnp.ones((2, 16))
+    layer, x = decoder.layers_apart()[0], jnp.ones((2, 16))
     _, keys, values = layer.project(x, *rotary_tables(decoder.config, jnp.array([0, 9])))
     np.testing.assert_array_equal(np.asarray(values[0]), np.asarray(values[1]))
     assert np.abs(np.asarray(keys[0] - keys[1])).max() > 0.1

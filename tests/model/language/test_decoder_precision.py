@@ -142,6 +142,6 @@ def test_the_residual_stream_is_float32_and_the_cache_and_hidden_states_are_not(
     x = jnp.ones((2, 16))
     assert decoder.normalise(x).dtype == jnp.bfloat16
     cos = sin = jnp.ones((2, 3))
-    projected = decoder.layer(0).project(x, cos, sin)
+    projected = decoder.layers_apart()[0].project(x, cos, sin)
     assert {array.dtype for array in projected} == {jnp.dtype(jnp.bfloat16)}
-    assert decoder.layer(0).finish(x, projected[0]).dtype == jnp.float32
+    assert decoder.layers_apart()[0].finish(x, projected[0]).dtype == jnp.float32

@@ -126,7 +126,7 @@ def test_a_run_in_many_processes_is_resumed_at_the_step_of_its_checkpoint(
 
     monkeypatch.setattr(Run, "__init__", begin)
     with pytest.raises(Launched):
-        train(tiny({"runtime": "ray"}), trained, resume=True, quiet=True)
+        train(tiny({"runtime": "ray", "steps": 2}), trained, resume=True, quiet=True)
     assert len(launchers) == 1
     last = list(read_events(trained / "events.jsonl"))[-1]
     assert (last["event"], last["step"]) == ("resume", 1)

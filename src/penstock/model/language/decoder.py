@@ -335,10 +335,6 @@ class Decoder(eqx.Module):
             return embedded
         return embedded * jnp.asarray(self.config.hidden_size**0.5, self.embedding.dtype).astype(jnp.float32)
 
-    def layer(self, index: int) -> Layer:
-        """One layer, without the layer axis."""
-        return self.layers_apart()[index]
-
     def layers_apart(self) -> tuple[Layer, ...]:
         """Each layer with its part of the adapter: a base that lies apart by reference, of a stack copies."""
         depth = self.config.num_hidden_layers
