@@ -79,7 +79,9 @@ def test_two_runs_by_their_last_evaluations(tmp_path):
         assert compare_page(runs, {"a": "a", "b": "b"})["unread"] == unread
         run.catch_up()
         assert not run.problem
-    assert [line["held_out"] for line in runs_page(runs)["runs"]] == [{"cats": [0.0, 0]}, {"cats": [1.0, 0]}]
+    assert [line["held_out"] for line in runs_page(runs)["runs"]] == [
+        {"cats (report)": [0.0, 0]}, {"cats (report)": [1.0, 0]},
+    ]  # fmt: skip
     page = compare_page(runs, {"a": "a", "b": "b"})
     assert page["chosen"] == {"a": "after-0-0", "b": "after-0-0"} and page["unread"] == []
     (lesson,) = page["lessons"]
