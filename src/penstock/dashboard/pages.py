@@ -52,7 +52,7 @@ MOST_EVENTS = 400
 
 def runs_page(runs: ObservedRuns) -> dict[str, Any]:
     """Every run in a line."""
-    return {"runs": [_line(run) for run in runs.all()]}
+    return {"runs": [_line(run) for run in runs.listed()]}
 
 
 def run_page(run: ObservedRun) -> dict[str, Any]:
