@@ -8,6 +8,7 @@ from penstock.dashboard.observation import ObservedRuns
 from penstock.dashboard.pages import runs_page
 from penstock.rundir.evaluation_rows import write_evaluation
 from penstock.types import ConfigError, RolloutBatch, RolloutGroup
+from tests.dashboard.prepared_runs import evaluate
 from tests.dashboard.sample_run import rollout, write_run
 
 
@@ -79,7 +80,9 @@ def test_two_runs_by_their_last_evaluations(tmp_path):
         assert compare_page(runs, {"a": "a", "b": "b"})["unread"] == unread
         run.catch_up()
         assert not run.problem
-    assert [line["held_out"] for line in runs_page(runs)["runs"]] == [{"cats": [0.0, 0]}, {"cats": [1.0, 0]}]
+    assert [line["held_out"] for line in runs_page(runs)["runs"]] == [
+        {"cats (report)": [0.0, 0]}, {"cats (report)": [1.0, 0]},
+    ]  # fmt: skip
     page = compare_page(runs, {"a": "a", "b": "b"})
     assert page["chosen"] == {"a": "after-0-0", "b": "after-0-0"} and page["unread"] == []
     (lesson,) = page["lessons"]
@@ -93,6 +96,18 @@ def test_two_runs_by_their_last_evaluations(tmp_path):
     assert not found["same_recipe"] and found["caution"].startswith("This is about two policies.")
     with pytest.raises(ConfigError, match="at_b is 'before-0-9': that run has the evaluations after-0-0"):
         compare_page(runs, {"a": "a", "b": "b", "at_b": "before-0-9"})
+    runs.__exit__(None, None, None)
+
+
+def test_policies_of_different_versions_are_called_by_them(tmp_path):
+    for name, reward, step in (("a", 0.0, 9), ("b", 1.0, 5), ("c", 1.0, 9)):
+        evaluate(write_run(tmp_path / name), reward, step)
+    runs = ObservedRuns(tmp_path)
+    for run in runs.all():
+        run.catch_up()
+    said = {b: compare_page(runs, {"a": "a", "b": b})["lessons"][0]["words"] for b in "bc"}
+    assert said["b"].startswith("cats: yes, b at version 5 is better than a at version 9: +1.000")
+    assert said["c"].startswith("cats: yes, c is better than a: +1.000")
     runs.__exit__(None, None, None)
 
 

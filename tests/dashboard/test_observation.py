@@ -3,13 +3,16 @@
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from penstock import cli
 from penstock.dashboard import observation
 from penstock.dashboard.observation import LONGEST_REST_S, LOOK_S, REST, ObservedRun, ObservedRuns
-from penstock.rundir import EventLog, MetricsLog, write_records
+from penstock.dashboard.web import KeptPages
+from penstock.rundir import EventLog, MetricsLog, RunDirectory, write_records
+from penstock.types import ConfigError
 from tests.dashboard.sample_run import group, write_run
 
 
@@ -90,6 +93,82 @@ def test_whoever_asks_does_not_have_it_read_on_sooner(tmp_path, monkeypatch):
             runs.find("mine")
             assert time.monotonic() - begun < 20
         assert time.monotonic() - begun > 0.2
+
+
+def has_measured(directory, step):
+    metrics = MetricsLog(directory.metrics_path)
+    metrics.append(step, {"train/loss": float(step)})
+    metrics.close()
+
+
+def test_who_lists_runs_or_comes_back_to_one_sees_what_it_wrote_meanwhile(tmp_path):
+    directory, now = write_run(tmp_path / "mine"), [1000.0]
+    has_measured(directory, 1)
+    with ObservedRuns(tmp_path, clock=lambda: now[0]) as runs:
+        (run,) = runs.all()
+        for _ in range(2000):
+            if run.reads:
+                break
+            time.sleep(0.01)
+        for step, look in ((2, runs.listed), (3, lambda: [runs.find("mine")])):
+            has_measured(directory, step)
+            now[0] += 10 * LONGEST_REST_S
+            time.sleep(0.2)
+            assert run.has_grown and run.curves.last("train/loss") == step - 1  # nobody asked
+            assert look() == [run]
+            assert run.curves.last("train/loss") == step and not run.has_grown
+
+
+def test_a_run_that_takes_the_name_of_a_deleted_one_is_another(tmp_path):
+    directory = write_run(tmp_path / "mine")
+    events = EventLog(directory.events_path, lambda: 5.0)
+    events.append("start", step=0)
+    events.close()
+    runs = ObservedRuns(tmp_path)
+    before = runs.find("mine")
+    pages = KeptPages()
+    before.catch_up()
+    assert len(before.events()) == 1 and pages.answer(before, "choices", {})["lessons"] == ["cats", "tools"]
+    directory.path.rename(tmp_path.parent / "elsewhere")
+    with pytest.raises(ConfigError, match="it may have been deleted"):
+        runs.find("mine")
+    directory = RunDirectory(tmp_path / "mine")
+    directory.path.mkdir()
+    directory.write_config({})
+    events = EventLog(directory.events_path, lambda: 6.0)
+    for kind in ("start", "end"):
+        events.append(kind, step=0, a_long="line")
+    events.close()
+    after = runs.find("mine")
+    after.catch_up()
+    after.version = before.version
+    assert [event["time"] for event in after.events()] == [6.0, 6.0]
+    assert pages.answer(after, "choices", {})["lessons"] == []
+
+
+def test_a_run_that_may_not_be_read_hides_no_other(tmp_path, monkeypatch):
+    write_run(tmp_path / "mine")
+    (tmp_path / "theirs").mkdir()
+    original = Path.is_file
+
+    def is_file(self):
+        if self.parent.name == "theirs":
+            raise PermissionError(13, "Permission denied", str(self))
+        return original(self)
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    assert [run.name for run in ObservedRuns(tmp_path).all()] == ["mine"]
+    with pytest.raises(PermissionError, match="theirs"):
+        ObservedRuns(tmp_path / "theirs")
+
+
+def test_a_run_has_its_name_from_wherever_it_is_named(tmp_path, monkeypatch):
+    checkpoints = write_run(tmp_path / "mine").path / "checkpoints"
+    checkpoints.mkdir(exist_ok=True)
+    monkeypatch.chdir(checkpoints)
+    assert ObservedRuns(Path("..")).find("mine").directory.path == tmp_path / "mine"
+    (tmp_path / "linked").symlink_to(tmp_path / "mine")
+    assert [run.name for run in ObservedRuns(tmp_path / "linked").all()] == ["linked"]
 
 
 def test_the_command_leaves_the_processor_to_runs(tmp_path, monkeypatch):

@@ -179,7 +179,7 @@ def test_a_seed_counts_once(tmp_path):
         drawn(tmp_path, runs)
     with pytest.raises(ConfigError, match="a run is given twice"):
         drawn(tmp_path, [runs[0], f"x={runs[0]}"])
-    with pytest.raises(ConfigError, match="nosuch is not a run directory"):
+    with pytest.raises(ConfigError, match="nosuch is not a run directory: .* give one that penstock train wrote"):
         drawn(tmp_path, [str(tmp_path / "nosuch")])
 
 

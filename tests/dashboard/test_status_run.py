@@ -77,7 +77,7 @@ def test_before_the_first_status_a_run_is_starting_for_a_while(tmp_path):
 
 
 def test_what_is_no_run_is_refused_and_nothing_is_made(tmp_path):
-    with pytest.raises(RunDirectoryError, match="is not a run directory"):
+    with pytest.raises(RunDirectoryError, match="is not a run directory: .* give one that penstock train wrote"):
         look(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

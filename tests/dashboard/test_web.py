@@ -552,6 +552,11 @@ def test_it_serves_a_live_run_and_tells_its_news(tmp_path, monkeypatch):
         curves = httpx.get(f"{url}/api/runs/live/curves", params={"names": "train/loss"}).json()["curves"]
         assert curves["train/loss"]["mean"] == [9.0]
         assert [path.suffix for path in (tmp_path / "cache" / "penstock").iterdir() if path.suffix == ".duckdb"]
+        with httpx.stream("GET", f"{url}/api/runs/live/stream", timeout=20) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            directory.path.rename(tmp_path / "moved")
+            assert not any(line.startswith("data: ") for line in lines)  # it ends, as an answer does
     finally:
         stop.set()
         thread.join(20)

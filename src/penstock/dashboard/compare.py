@@ -114,13 +114,14 @@ def compare_page(runs: ObservedRuns, words: Mapping[str, str]) -> dict[str, Any]
     lessons: list[dict[str, Any]] = []
     if all(chosen.values()):
         rewards = [rewards_of(run, chosen[side]) for side, run in (("a", a), ("b", b))]
+        named = _named(a.name, b.name, *(_step(offered[side], chosen[side]) for side in ("a", "b")))
         for lesson in sorted(rewards[0].keys() & rewards[1].keys()):
             found = Comparison.of(rewards[0][lesson], rewards[1][lesson])
-            lessons.append({"lesson": lesson, "words": found.words(a.name, b.name, lesson), **found.to_json()})
+            lessons.append({"lesson": lesson, "words": found.words(*named, lesson), **found.to_json()})
         if len(lessons) > 1:
             whole = Comparison.of(*({f"{lesson}\0{problem}": answers for lesson, found in side.items()
                                      for problem, answers in found.items()} for side in rewards))  # fmt: skip
-            lessons.insert(0, {"lesson": "all lessons", "words": whole.words(a.name, b.name, "all lessons"),
+            lessons.insert(0, {"lesson": "all lessons", "words": whole.words(*named, "all lessons"),
                                **whole.to_json()})  # fmt: skip
     settings = _settings(a.config, b.config)
     same_recipe = bool(settings) and all(key.rpartition(".")[2] == "seed" for key, _, _ in settings)
@@ -182,6 +183,15 @@ def latest(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> tu
 
 def _is_in_between(evaluation: Mapping[str, Any]) -> bool:
     return evaluation["evaluation"] in ("eval", "micro_eval")
+
+
+def _named(a: str, b: str, step_a: int, step_b: int) -> tuple[str, str]:
+    """The names of two runs, with the versions that were evaluated where these differ."""
+    return (a, b) if step_a == step_b else (f"{a} at version {step_a}", f"{b} at version {step_b}")
+
+
+def _step(offered: Sequence[Mapping[str, Any]], name: str) -> int:
+    return next(each["step"] for each in offered if each["name"] == name)
 
 
 def _chosen(side: str, offered: Sequence[Mapping[str, Any]], wanted: str) -> str:

@@ -31,6 +31,8 @@ REST, LONGEST_REST_S = 200.0, 30.0
 """After a look it rests so many times as long as that took of the processor, lest a run that goes on be slowed."""
 WANTED_S = 60.0
 """A run is read on for so long after it was asked for; its curves are read once in any case."""
+FRESH_S = 1.0
+"""Who asks for a run that was let alone waits for a look at it, but not longer."""
 MOST_EVENTS = 20_000
 """Kept of one run: the newest."""
 MOST_SWAPS = 100_000
@@ -69,6 +71,9 @@ class ObservedRun:
         self._config: tuple[tuple[int, ...], dict[str, Any]] | None = None
         self._token_text: TokenText | None = None
         self.asked_at = self.rests_until = self.taken_s = 0.0
+        self.looked = threading.Event()
+        """Set where a look has ended since it was cleared."""
+        self._read_bytes = 0
 
     @property
     def name(self) -> str:
@@ -146,12 +151,27 @@ class ObservedRun:
     def look(self) -> bool:
         """Reads one more piece; returns whether there was any."""
         try:
-            return self._look()
+            more = self._look()
         except (*UNREADABLE, PenstockError, duckdb.Error) as error:  # the other runs are read on
             self.problem = " ".join(str(error).split())
             self._pieces = None
             self._tell_news()
-            return False
+            more = False
+        if not more:
+            self._read_bytes = self._metric_bytes()
+            self.looked.set()
+        return more
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether it has other metrics than when all of it was read last."""
+        return self._metric_bytes() != self._read_bytes
+
+    def _metric_bytes(self) -> int:
+        try:
+            return self.directory.metrics_path.stat().st_size
+        except OSError:
+            return 0
 
     def catch_up(self) -> None:
         """Reads all that is there, of a run that no thread reads on."""
@@ -243,13 +263,16 @@ class ObservedRuns:
         trust: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path, self._cache, self._trust, self._clock = path.absolute(), cache, trust, clock
+        self._path = path.resolve() if ".." in path.parts else path.absolute()  # it needs a name
+        self._cache, self._trust, self._clock = cache, trust, clock
         self._known: dict[str, ObservedRun] = {}
+        self._listed_at = -WANTED_S
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._read, name="dashboard-reader", daemon=True)
         if not self.all():
+            (self._path / "config.yaml").is_file()  # says where it may not be read
             protocol, separator, rest = str(path).partition(":/")
             if separator and protocol.isalnum() and not path.exists():
                 raise RunDirectoryError(
@@ -275,13 +298,20 @@ class ObservedRuns:
             run.close()
 
     def all(self) -> list[ObservedRun]:
-        """Those that are there now, by name."""
+        """Those that are there now, by name; what was deleted is forgotten, for another may take its name."""
         found = [self._path] if _is_run(self._path) else sorted(filter(_is_run, _children(self._path)))
         with self._lock:
-            for path in found:
-                if path.name not in self._known:
-                    self._known[path.name] = ObservedRun(path, self._cache, self._trust)
-            return [self._known[path.name] for path in found]
+            self._known = {
+                path.name: self._known.get(path.name) or ObservedRun(path, self._cache, self._trust) for path in found
+            }
+            return list(self._known.values())
+
+    def listed(self) -> list[ObservedRun]:
+        """Those that are there now, by name, after a look at those that have grown."""
+        self._listed_at = self._clock()
+        runs = self.all()
+        self._await_look([run for run in runs if run.reads and run.has_grown and run.rests_until <= self._listed_at])
+        return runs
 
     def find(self, name: str) -> ObservedRun:
         """The run of a name.
@@ -292,19 +322,34 @@ class ObservedRuns:
         run = next((run for run in self.all() if run.name == name), None)
         if run is None:
             raise ConfigError(f"there is no run {name!r} here: it may have been deleted")
-        run.asked_at = self._clock()
-        self._wake.set()
+        now = self._clock()
+        was_let_alone, run.asked_at = run.reads and now - run.asked_at >= WANTED_S, now
+        if was_let_alone:
+            run.rests_until = 0.0
+        self._await_look([run] if was_let_alone else [])
         return run
 
+    def _await_look(self, runs: list[ObservedRun]) -> None:
+        """Gives the thread a moment to look at some runs."""
+        for run in runs:
+            run.looked.clear()
+        self._wake.set()
+        end = time.monotonic() + FRESH_S * self._thread.is_alive()
+        for run in runs:
+            run.looked.wait(max(0.0, end - time.monotonic()))
+
     def _read(self) -> None:
-        """Whoever was asked for last is first; a run that nobody asks for is read once."""
+        """Whoever was asked for last is first; a run that nobody asks for, or lists, is read once."""
         while not self._ending.is_set():
             runs, now = sorted(self.all(), key=lambda run: -run.asked_at), self._clock()
-            wanted = [run for run in runs if run.version == 0 or now - run.asked_at < WANTED_S]
-            wanted = [run for run in wanted if run.rests_until <= now]
+            wanted = [run for run in runs if run.rests_until <= now and self._is_wanted(run, now)]
             self._wake.clear()
             if not any(self._read_one(run) for run in wanted):
                 self._wake.wait(LOOK_S)
+
+    def _is_wanted(self, run: ObservedRun, now: float) -> bool:
+        is_listed = now - self._listed_at < WANTED_S
+        return run.version == 0 or now - run.asked_at < WANTED_S or (is_listed and run.has_grown)
 
     def _read_one(self, run: ObservedRun) -> bool:
         """A few pieces, until somebody asks for another; once all is read, the run is let alone for a while."""
@@ -321,7 +366,10 @@ class ObservedRuns:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / "config.yaml").is_file()
+    try:
+        return (path / "config.yaml").is_file()
+    except PermissionError:  # somebody else's, in a folder that many use
+        return False
 
 
 def _children(path: Path) -> list[Path]:

@@ -52,7 +52,7 @@ MOST_EVENTS = 400
 
 def runs_page(runs: ObservedRuns) -> dict[str, Any]:
     """Every run in a line."""
-    return {"runs": [_line(run) for run in runs.all()]}
+    return {"runs": [_line(run) for run in runs.listed()]}
 
 
 def run_page(run: ObservedRun) -> dict[str, Any]:
@@ -346,12 +346,16 @@ def _line(run: ObservedRun) -> dict[str, Any]:
 
 
 def _last_held_out(run: ObservedRun) -> dict[str, list[Any]]:
-    """By lesson the reward and step of the newest evaluation whose rollouts are kept, once all of a run is read."""
+    """By lesson the reward and step of the newest evaluation whose rollouts are kept, once all of a run is read.
+
+    As in status.json, that on problems which are kept for reports stands apart.
+    """
     if run.progress:
         return {}
     rows = run.index.rows(
         """SELECT lesson, arg_max(reward, time) AS reward, arg_max(step, time) AS step
-        FROM (SELECT g.lesson, r.lineage, r.step, avg(r.reward) AS reward, max(r.time) AS time
+        FROM (SELECT g.lesson || CASE WHEN g.evaluation IN ('eval', 'micro_eval') THEN '' ELSE ' (report)' END
+                     AS lesson, r.lineage, r.step, avg(r.reward) AS reward, max(r.time) AS time
               FROM rollouts r JOIN groups g USING (g)
               WHERE g.evaluation IS NOT NULL AND g.lesson IS NOT NULL AND r.reward IS NOT NULL
               GROUP BY g.lesson, g.evaluation, r.lineage, r.step)

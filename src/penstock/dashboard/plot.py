@@ -139,7 +139,10 @@ class _PlottedRun:
         named = bool(equals) and not Path(word).exists()
         directory = RunDirectory(Path(rest if named else word))
         if not directory.config_path.is_file():
-            raise ConfigError(f"{directory.path} is not a run directory: it has no config.yaml")
+            raise ConfigError(
+                f"{directory.path} is not a run directory: it has no config.yaml; give one that "
+                "penstock train wrote, such as runs/cats-1"
+            )
         curves = Curves(directory.metrics_path)
         while curves.read_on():
             pass

@@ -83,7 +83,10 @@ def read_run_status(
     """
     directory = RunDirectory(path)
     if not directory.config_path.is_file():
-        raise RunDirectoryError(f"{path} is not a run directory: it has no config.yaml")
+        raise RunDirectoryError(
+            f"{path} is not a run directory: it has no config.yaml; give one that penstock train wrote, such as "
+            "runs/cats-1"
+        )
     config = directory.read_config() if config is None else config
     content = read_status(directory.status_path)
     runtime = _text(config.get("runtime"), "local")

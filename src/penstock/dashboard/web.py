@@ -326,7 +326,10 @@ class _Handlers:
         """One event whenever something of the run has changed; a comment now and then, which finds who has left."""
         told, silent = None, 0
         while True:
-            await run_in_threadpool(self._runs.find, run.name)  # it is still looked at
+            try:
+                run = await run_in_threadpool(self._runs.find, run.name)  # it is still looked at
+            except ConfigError:  # it was deleted
+                return
             seen = await run_in_threadpool(_news_of, run)
             if seen != told:
                 told, silent = seen, 0
@@ -361,7 +364,7 @@ class KeptPages:
         """
         if name not in self.PAGES:
             return safe(RUN_PAGES[name](run, words))
-        key, progress, now = (run.directory.path, name, *sorted(words.items())), run.progress, self._clock()
+        key, progress, now = (run, name, *sorted(words.items())), run.progress, self._clock()
         news = run.version, run.status().state
         with self._lock:
             known, until, answer = self._kept.get(key, ((), 0.0, {}))
@@ -385,7 +388,7 @@ class Queries:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._views: RunViews | None = None
-        self._key: tuple[str, int] | None = None
+        self._key: tuple[ObservedRun, int] | None = None
 
     def answer(self, run: ObservedRun, sql: str) -> dict[str, Any]:
         """The first `SQL_ROWS` rows.
@@ -409,7 +412,7 @@ class Queries:
             self._lock.release()
 
     def _opened(self, run: ObservedRun) -> RunViews:
-        key = (run.name, run.version)
+        key = (run, run.version)
         if self._views is None or self._key != key:
             if self._views is not None:
                 self._views.close()
