@@ -150,3 +150,45 @@ def test_problems_come_by_epochs_unless_the_order_is_iid_which_takes_no_retries(
         LessonConfig.model_validate(lesson | {"order": "iid", "problem_retries": 5})
     with pytest.raises(ValidationError, match="order"):
         LessonConfig.model_validate(lesson | {"order": "random"})
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+@pytest.mark.parametrize("field", ["start_threshold", "stop_threshold", "regression_ratio"])
+def test_shares_of_a_lesson_lie_between_0_and_1(field, share):
+    with pytest.raises(ValidationError) as error:
+        config({"a": lesson(), "b": lesson(**{field: share})})
+    assert error.value.errors()[0]["loc"] == ("lessons", "b", field)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_shares_of_the_curriculum_and_its_dependencies_lie_between_0_and_1(share):
+    for field in ("minimum_sample_probability", "rehearsal_probability"):
+        with pytest.raises(ValidationError) as error:
+            config({"a": lesson()}, **{field: share})
+        assert error.value.errors()[0]["loc"] == (field,)
+    with pytest.raises(ValidationError) as error:
+        config({"a": lesson(dependencies=[{"dependency_id": "b", "reward_threshold": share}])})
+    assert error.value.errors()[0]["loc"] == ("lessons", "a", "dependencies", 0, "reward_threshold")
+
+
+def test_floors_may_add_up_to_exactly_1():
+    made = config({f"l{i}": lesson() for i in range(10)}, rehearsal_probability=0.1)
+    assert (len(made.lessons), made.minimum_sample_probability, made.rehearsal_probability) == (10, 0.1, 0.1)
+
+
+def test_greedy_evaluations_and_dependencies_without_a_threshold_are_allowed():
+    made = config(
+        {"a": lesson(), "b": lesson(dependencies=[{"dependency_id": "a", "reward_threshold": 0}])}, temperature=0
+    )
+    assert made.temperature == 0 and made.lessons["b"].dependencies[0].reward_threshold == 0
+
+
+def test_prompts_of_an_offline_batch_are_at_least_one():
+    assert SamplingParams(n_prompts=1).n_prompts == 1
+    with pytest.raises(ValidationError, match="n_prompts"):
+        SamplingParams(n_prompts=0)
+
+
+def test_stopping_when_complete_needs_evaluations():
+    with pytest.raises(ValidationError, match='when_complete is "stop", which has no effect: eval_frequency is 0'):
+        config({"a": lesson()}, eval_frequency=0, when_complete="stop")
