@@ -599,7 +599,9 @@ def test_a_costly_page_of_a_run_that_goes_on_is_made_seldom(runs, monkeypatch):
     monkeypatch.setattr(run, "version", run.version + 1)
     costly.now += 0.1 * REST - 0.01
     assert answer() == 1
+    assert costly.kept.renewals(run) == 0
     costly.now += 0.02
+    assert [costly.kept.renewals(run), costly.kept.renewals(run)] == [1, 1]
     assert answer() == 2
     monkeypatch.setattr(run, "progress", "reading rollouts")  # of half a run nothing is kept
     monkeypatch.setattr(run, "version", run.version + 1)

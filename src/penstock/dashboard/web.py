@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import hmac
 import importlib.resources
+import math
 import mimetypes
 import threading
 import time
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
+from weakref import WeakKeyDictionary
 
 import duckdb
 import pyarrow as pa
@@ -330,7 +332,7 @@ class _Handlers:
                 run = await run_in_threadpool(self._runs.find, run.name)  # it is still looked at
             except ConfigError:  # it was deleted
                 return
-            seen = await run_in_threadpool(_news_of, run)
+            seen = await run_in_threadpool(_news_of, run) | {"renewals": self._pages.renewals(run)}
             if seen != told:
                 told, silent = seen, 0
                 yield f"data: {to_json(safe(seen))}\n\n"
@@ -343,7 +345,8 @@ class KeptPages:
     """Answers that take long and follow from what was read: they are kept until more is read, or the run ends.
 
     Of a run that goes on an answer is kept `REST` times as long as it took, whatever the news: asked for by every page
-    that is drawn anew, it would take a part of what the run computes with. Thread-safe.
+    that is drawn anew, it would take a part of what the run computes with. Whoever was given an old one is told by
+    `renewals` when to ask again. Thread-safe.
 
     Args:
         clock: Of monotonic seconds.
@@ -354,7 +357,17 @@ class KeptPages:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._kept: OrderedDict[tuple[Any, ...], tuple[tuple[Any, ...], float, dict[str, Any]]] = OrderedDict()
+        self._old: WeakKeyDictionary[ObservedRun, float] = WeakKeyDictionary()
+        self._renewals: WeakKeyDictionary[ObservedRun, int] = WeakKeyDictionary()
         self._lock = threading.Lock()
+
+    def renewals(self, run: ObservedRun) -> int:
+        """How often the time has come since which an old answer that was given would be made anew."""
+        with self._lock:
+            if self._clock() >= self._old.get(run, math.inf):
+                del self._old[run]
+                self._renewals[run] = self._renewals.get(run, 0) + 1
+            return self._renewals.get(run, 0)
 
     def answer(self, run: ObservedRun, name: str, words: Mapping[str, str]) -> dict[str, Any]:
         """A page, as `safe` data.
@@ -368,7 +381,10 @@ class KeptPages:
         news = run.version, run.status().state
         with self._lock:
             known, until, answer = self._kept.get(key, ((), 0.0, {}))
-        if known == news or (known and news[1] == "running" and now < until):
+            is_old = bool(known) and known != news and news[1] == "running" and now < until
+            if is_old:
+                self._old[run] = min(until, self._old.get(run, math.inf))
+        if known == news or is_old:
             return answer
         begun = time.thread_time()
         answer = safe(RUN_PAGES[name](run, words))

@@ -85,7 +85,7 @@ function listen(run) {
   let seen = null;
   source.onmessage = (event) => {
     const news = JSON.parse(event.data);
-    const fresh = seen && (news.version !== seen.version || news.state !== seen.state);
+    const fresh = seen && ["version", "state", "renewals"].some((name) => news[name] !== seen[name]);
     seen = news;
     const node = document.getElementById("news");
     pending = news.state === "running" ? `live, update ${news.step ?? "–"}` : "";

@@ -63,7 +63,7 @@ function headline(page, findings) {
   return h("section", { class: "card headline" },
     h("div", { class: "title" }, h("h1", {}, page.name), badge(page.state), h("span", { class: "quiet" }, page.alive ? `${page.phase}, ${ago(page.age_s)}` : page.ended_by || page.phase)),
     page.problem ? h("p", { class: "bad-text" }, page.problem) : null,
-    page.progress ? h("p", { class: "note live-note" }, `${page.progress} …`) : null,
+    page.progress && !page.problem ? h("p", { class: "note live-note" }, `${page.progress} …`) : null,
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
     h("dl", { class: "sentences" },
       page.ledger.started ? sentence("Ledger", [Object.entries(page.ledger).filter(([, count]) => count).map(([name, count]) => `${stateWords(name)} ${num(count)}`).join(", "), " · ", h("a", { href: link("ledger", page.name) }, "where they went")]) : null,
