@@ -100,6 +100,14 @@ def test_an_empty_run_has_one_helpful_line(tmp_path, printed):
             lines = printed(lambda console: print_groups(views, GroupFilter(), None, console), width=300).splitlines()
         assert lines[0].endswith(f"{state}, step 0 of 10")
         assert lines[1:] == [f"No rollouts are stored yet: 4 in_flight{words}."]
+    fates = JsonLinesLog(directory.fates_path)
+    for number in range(4):
+        fate = {"rollout_id": f"cats-0-0/{number}", "fate": "trained", "step": 1, "lineage": 0, "time": 2.0}
+        fates.append(fate)
+    fates.close()
+    with RunViews(directory.path) as views:  # their files were removed
+        lines = printed(lambda console: print_groups(views, GroupFilter(), None, console), width=300).splitlines()
+    assert lines[1:] == ["No rollouts are stored: 4 trained."]
 
 
 def test_a_filter_without_groups_says_so(views, printed):

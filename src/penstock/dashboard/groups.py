@@ -435,7 +435,8 @@ def _nothing(views: RunViews, wanted: GroupFilter, counts: RunCounts) -> str:
     if views.mode == "eval":
         return "No evaluation yet: none has ended so far, or the run was made before evaluations were kept."
     if counts.unstored:
-        return f"No rollouts are stored yet: {counts_text(counts.unstored)}{_left_over(views, counts)}."
+        yet = " yet" if counts.unstored.keys() == {"in_flight"} else ""
+        return f"No rollouts are stored{yet}: {counts_text(counts.unstored)}{_left_over(views, counts)}."
     if (source := source_of(views)) is not None:
         return f"No rollouts of its own: the run trains on those of {printable(source)}."
     return "No rollouts yet: the run has started no group so far."
