@@ -23,9 +23,17 @@ def test_given_buckets_are_kept_below_the_longest():
 
 @pytest.mark.parametrize(
     ("slots", "rows"),
-    [(1, (1,)), (2, (1, 2)), (7, (1, 7)), (8, (1, 4, 8)), (64, (1, 4, 16, 64)), (130, (1, 4, 16, 64, 130))],
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (7, (1, 7)),
+        (8, (1, 4, 8)),
+        (16, (1, 8, 16)),
+        (32, (1, 8, 16, 32)),
+        (130, (1, 8, 64, 65, 130)),
+    ],
 )
-def test_a_decode_step_has_a_quarter_of_the_rows_or_half_of_the_most(slots, rows):
+def test_a_decode_step_may_have_a_power_of_eight_or_half_of_the_slots_as_its_rows(slots, rows):
     assert EngineConfig(max_slots=slots).decode_buckets == rows
     assert EngineConfig(max_slots=slots, decode_rows=(3, 200)).decode_buckets == ((3, slots) if slots > 3 else (slots,))
 

@@ -51,8 +51,8 @@ class EngineConfig(BaseModel):
         prefill_lengths: Lengths that prompts are padded to, ascending; None chooses powers of four up to half of the
             largest possible prompt, which is always added.
         decode_rows: Rows that a decode step may have, ascending: the fewest that hold all live responses. None chooses
-            powers of four up to half of `max_slots`, which is always added; each costs a program per window. Other
-            devices than one CPU always take `max_slots`.
+            powers of eight, and half of `max_slots` (of 8 and more); `max_slots` is always added. Each costs a program
+            per window. Other devices than one CPU always take `max_slots`.
         windows: Lengths that the cache grows through, ascending; None chooses powers of two from 128.
             `max_seq_len` is always added.
         max_stop_token_ids: Most stop tokens of one request.
@@ -132,7 +132,8 @@ class EngineConfig(BaseModel):
     @property
     def decode_buckets(self) -> tuple[int, ...]:
         """Rows of a decode step, ascending; the last is `max_slots`."""
-        return _buckets(self.decode_rows, 1, 4, self.max_slots, self.max_slots // 2)
+        half = self.max_slots // 2 if self.max_slots >= 8 else 1
+        return _buckets(self.decode_rows or _buckets(None, 1, 8, half, half - 1), 1, 8, self.max_slots, 0)
 
     def prefill_row_counts(self, length: int) -> tuple[int, ...]:
         """Rows that a prefill of that padded length may have: one, for a long prompt that comes alone, and the most."""

@@ -427,7 +427,7 @@ class RunningBatch:
     def _fills_on(self) -> bool:
         live, waiting = self.slots.live, sum(len(each.slots) for each in self._fillings)
         begun = any(response.begun_s is not None for _, response in live)
-        return bool(live) and (waiting > len(live) or (waiting > 0 and not begun))
+        return bool(live and waiting) and (waiting > len(live) or not begun)
 
     def _add(self, filling: Filling, tokens: np.ndarray) -> None:
         """Adds the next tokens of a text to the cache; its other slots take it when it is whole."""
