@@ -14,7 +14,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     try:
-        done = subprocess.run(mount, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(mount, capture_output=True, text=True, timeout=280)
     except FileNotFoundError:
         pytest.skip("there is no mount command")
     if done.returncode:
@@ -22,7 +22,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=30)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=280)
 
 
 def fill(folder: Path) -> Path:

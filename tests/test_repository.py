@@ -19,7 +19,7 @@ OWN_PATHS = ["/" + "work/", "shared" + "/", "/" + "root/", "/" + "tmp/plan", "/"
 def tracked_files() -> list[Path]:
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
@@ -151,7 +151,7 @@ def commands_of(target: str, folder: Path) -> str:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=True,
     ).stdout
 
@@ -201,7 +201,7 @@ GPU_FIGURES = ROOT / "scripts" / "gpu_figures.sh"
 def test_what_a_machine_with_a_card_is_to_run_exists():
     """Each command of the script: its module, and every option that it gives."""
     done = subprocess.run(
-        ["sh", str(GPU_FIGURES), "--dry-run"], capture_output=True, text=True, timeout=60, check=True,
+        ["sh", str(GPU_FIGURES), "--dry-run"], capture_output=True, text=True, timeout=280, check=True,
         env={**os.environ, "PYTHON": "python"},
     )  # fmt: skip
     commands = done.stdout.splitlines()

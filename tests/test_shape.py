@@ -22,6 +22,6 @@ def test_a_number_beyond_its_ceiling_is_named(tmp_path):
         (tmp_path / package / "module.py").write_text(f"{twins if package else ''}def run():\n    return 1\n")
     checked = subprocess.run(
         [sys.executable, "scripts/shape.py", "--check", "--src", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert (checked.returncode, checked.stderr) == (1, "beyond the limit: twin names\n")

@@ -38,7 +38,7 @@ def test_what_is_done_meanwhile_stands_on_a_terminal_and_not_in_the_output():
 
 
 def test_without_a_terminal_nothing_is_added():
-    done = subprocess.run([sys.executable, "-c", WORKS], capture_output=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", WORKS], capture_output=True, timeout=280, check=True)
     assert (done.stdout, done.stderr) == (b"of the command\n", b"a note\n")
 
 

@@ -60,7 +60,7 @@ def test_each_command_and_what_it_takes_is_on_a_page(verb, capsys):
 
 def test_python_dash_m_is_the_same():
     words = [sys.executable, "-m", "penstock", "--version"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280)
     assert (done.returncode, done.stdout) == (0, "penstock 0.1.0\n")
 
 

@@ -18,7 +18,7 @@ MULTIPLY = {
 
 
 def client(base_url: str, api_key: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=280)
 
 
 def tool_loop(base_url: str, api_key: str, example: Example, most_turns: int = 4) -> float:
@@ -42,7 +42,7 @@ def tool_loop(base_url: str, api_key: str, example: Example, most_turns: int = 4
 
 async def asking_twice(base_url: str, api_key: str, example: Example) -> float:
     """A conversation of two turns, the second streamed."""
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60) as asked:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=280) as asked:
         messages = [{"role": "user", "content": example.prompt}]
         first = await asked.chat.completions.create(model="policy", messages=messages)
         messages += [{"role": "assistant", "content": first.choices[0].message.content}]

@@ -65,7 +65,7 @@ def test_it_has_the_form_of_ours(kind, tmp_path):
     ruff = [str(Path(sys.executable).with_name("ruff"))]
     for words in (["check", "--isolated", "--select", "E,F,I"], ["format", "--isolated", "--check"]):
         shown = subprocess.run(
-            [*ruff, *words, "--line-length", "120", *map(str, made[:2])], capture_output=True, text=True, timeout=60
+            [*ruff, *words, "--line-length", "120", *map(str, made[:2])], capture_output=True, text=True, timeout=280
         )
         assert shown.returncode == 0, shown.stdout + shown.stderr
 

@@ -252,7 +252,7 @@ def test_a_version_belongs_to_its_weights_while_another_thread_replaces_them():
         seen = [(decision.version.step, decision.values[0]) for decision in (decide(runner, [0]) for _ in range(200))]
     finally:
         stop.set()
-        thread.join(timeout=30)
+        thread.join(timeout=280)
     assert all(value == expected[step] for step, value in seen)
     assert expected[1] != expected[2]
 

@@ -11,5 +11,5 @@ def test_every_exported_name_exists():
 
 def test_the_config_loads_neither_jax_nor_the_server():
     code = "import sys, penstock.inference.config; print(sorted({'jax', 'uvicorn', 'transformers'} & set(sys.modules)))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
     assert loaded.stdout.strip() == "[]"

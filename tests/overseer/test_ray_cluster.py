@@ -27,7 +27,7 @@ def cluster():
     assert not ray.is_initialized(), "another test left Ray running"
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "resources": {"near": 1}})
     cluster.add_node(num_cpus=1, resources={"far": 1})
-    cluster.wait_for_nodes(timeout=60)
+    cluster.wait_for_nodes(timeout=280)
     yield cluster
     cluster.shutdown()
 
@@ -145,7 +145,7 @@ def test_the_programs_own_connection_is_taken_and_kept(cluster, launcher, tmp_pa
 @pytest.mark.attack
 def test_a_machine_that_dies_takes_its_component_along_which_starts_elsewhere(cluster, launcher):
     node = cluster.add_node(num_cpus=1, resources={"doomed": 1, "far": 1})
-    cluster.wait_for_nodes(timeout=60)
+    cluster.wait_for_nodes(timeout=280)
     name = Identity("rollout", 2, 0)
     handle = spawn(launcher, name, RoleConfig(resources={"doomed": 1}))
     running(handle)

@@ -15,5 +15,5 @@ except ConfigError as error:
 
 
 def test_the_remedy_is_named():
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=280, check=True)
     assert done.stdout == 'runtime: ray needs Ray, which is not installed: pip install "penstock[ray]"\n'

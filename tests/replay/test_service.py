@@ -225,7 +225,7 @@ def test_thousand_workers_wait_without_a_thread_each(serve, loop):
     before = threading.active_count()
 
     async def ask_all():
-        asked = [asyncio.ensure_future(s.service.acquire(f"worker-{i}", 1, 0, 1, 1, 20.0)) for i in range(1000)]
+        asked = [asyncio.ensure_future(s.service.acquire(f"worker-{i}", 1, 0, 1, 1, 280.0)) for i in range(1000)]
         await asyncio.sleep(0)
         while s.service.status()["waiting_workers"] < 1000:
             await asyncio.sleep(0.001)

@@ -17,7 +17,7 @@ class Loop:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
-    def run(self, coroutine: Any, timeout_s: float = 30.0) -> Any:
+    def run(self, coroutine: Any, timeout_s: float = 280.0) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
     def close(self) -> None:

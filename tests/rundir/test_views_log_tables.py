@@ -30,7 +30,7 @@ def test_lines_that_kill_the_quick_reader_are_refused(tmp_path):
         "    except RunDirectoryError as error: print('refused', error, flush=True)\n"
         "    os._exit(0)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stdout.splitlines() if line.startswith("refused ")]
     assert len(told) == len(paths), done.stdout

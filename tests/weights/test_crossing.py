@@ -171,7 +171,7 @@ def test_another_process_gets_the_same_arrays(transport: str, tmp_path: Path):
         assert rig.config is not None
         given = {"endpoint": broadcaster.endpoint(), "config": rig.config.model_dump(), "token": TOKEN}
         ended = subprocess.run(
-            [sys.executable, "-c", FETCH], input=json.dumps(given), capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", FETCH], input=json.dumps(given), capture_output=True, text=True, timeout=280
         )
         expected = [f"{name} {x.dtype} {x.shape} {zlib.crc32(x.tobytes())}" for name, x in arrays(2).items()]
         assert ended.stdout.splitlines() == expected, ended.stderr

@@ -28,7 +28,7 @@ from penstock.weights.flight_server import FlightServer, ServedVersion, WeightSe
 from penstock.weights.manifest import describe
 
 ACCESS = Access("token")
-CALL_OPTIONS = flight.FlightCallOptions(timeout=20)
+CALL_OPTIONS = flight.FlightCallOptions(timeout=280)
 BASE = (WeightVersion(0, 6), "earlier")
 
 

@@ -183,5 +183,5 @@ def test_simulators_load_no_jax():
         "import sys; from penstock.environments.simulators import make_simulator; make_simulator('memory');"
         "print([name for name in ('jax', 'pydantic', 'torch', 'ale_py', 'pygame') if name in sys.modules])"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=280)
     assert (ran.stdout, ran.stderr) == ("[]\n", "")

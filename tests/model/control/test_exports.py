@@ -19,4 +19,4 @@ def test_unknown_names_are_attribute_errors():
 
 def test_the_config_loads_no_jax():
     code = "import sys; from penstock.model.control import ControlModelConfig; assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=280)

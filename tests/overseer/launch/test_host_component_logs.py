@@ -35,7 +35,7 @@ except KeyError:
 def talk(directory: Path, incarnation: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", TALKER, str(directory), str(incarnation)],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=280, check=True,
     )  # fmt: skip
 
 
