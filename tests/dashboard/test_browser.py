@@ -619,6 +619,28 @@ def test_a_live_run_grows_on_the_page(browser, tmp_path):
     assert visitor.errors == [] or all("ERR_" in error for error in visitor.errors)
 
 
+def test_the_list_shows_runs_that_begin_and_go_on_while_it_is_open(browser, tmp_path):
+    folder, status = tmp_path / "runs", {"state": "running", "pid": os.getpid(), "steps": 10, "time": 4e9}
+    first = write_run(folder / "first")
+    first.write_status({**status, "step": 5})
+    served = Served(folder, tmp_path / "cache")
+    visitor = Visitor(browser, served.url)
+    page = visitor.open("#/")
+    rows = page.locator("tr.pick")
+    expect(rows).to_contain_text(["first"])
+    page.get_by_label("Compare first").check()
+    write_run(folder / "second").write_status({**status, "step": 1})
+    page.wait_for_timeout(7000)  # longer than the list's own pause
+    assert rows.count() == 1 and page.get_by_label("Compare first").is_checked()
+    page.get_by_label("Compare first").uncheck()
+    expect(rows).to_have_count(2, timeout=20_000)
+    first.write_status({**status, "step": 9})
+    expect(page.locator("tr.pick", has_text="first")).to_contain_text("9 / 10", timeout=40_000)
+    visitor.context.close()
+    served.end()
+    assert visitor.errors == [] or all("ERR_" in error for error in visitor.errors)
+
+
 def test_a_token_is_refused_accepted_and_gone_from_the_address(browser, parent, tmp_path):
     served = Served(parent / "good", tmp_path / "cache", TOKEN)
     visitor = Visitor(browser, served.url)

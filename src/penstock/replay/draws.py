@@ -284,7 +284,7 @@ class TicketSampler:
         """Its group ended otherwise: the problem is drawn again in its epoch, or had its last retry."""
         if (place := place_of(ticket)) is not None and not self._epochs[ticket.lesson_id].fail(place):
             logger.warning("lesson %r: problem %d stays untrained in epoch %d, after its last retry: %s",
-                           ticket.lesson_id, ticket.problem, ticket.epoch, reason)  # fmt: skip
+                           ticket.lesson_id, ticket.problem, ticket.epoch, " ".join(reason.split()))  # fmt: skip
 
     def metrics(self) -> dict[str, float]:
         """``data/…``: how often the problems were drawn, in epochs, and how many are untrained; none without epochs."""

@@ -104,6 +104,12 @@ export function change(words, quiet = false) {
 /** The bundle's answers, where the page was opened from a folder. */
 export const bundle = globalThis.PENSTOCK_BUNDLE || null;
 
+/** A metric in a legend: of `rollout/maths/easy/success_rate` "maths/easy success rate", since a lesson may be named so. */
+export function legend(name) {
+  const [first, ...rest] = name.split("/"), last = (rest.pop() ?? "").replaceAll("_", " ");
+  return `${rest.join("/") || first} ${last}`.trim();
+}
+
 export class Refused extends Error {}
 
 /** An answer of the server. */

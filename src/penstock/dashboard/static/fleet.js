@@ -1,6 +1,6 @@
 // What ran where: the lives of rollouts, lessons, components and simulators.
 import { chart } from "./charts.js";
-import { api, badge, bundle, change, duration, empty, fixed, h, link, moment, num, parse, s, stagesOf, stateKind, table } from "./core.js";
+import { api, badge, bundle, change, duration, empty, fixed, h, legend, link, moment, num, parse, s, stagesOf, stateKind, table } from "./core.js";
 
 const path = (run, page) => `runs/${encodeURIComponent(run)}/${page}`;
 
@@ -130,7 +130,7 @@ export async function lessonsPage(main, run) {
   const success = page.lessons.flatMap((l) => l.metrics.filter((m) => /^(curriculum\/.*\/success|rollout\/.*\/success_rate|fleet\/.*\/reward_mean)$/.test(m)));
   const { words } = parse();
   const { curves } = shares.length + success.length ? await api(path(run, "curves"), { names: [...shares, ...success].join(","), points: 400, from: words.from, to: words.to }) : { curves: {} };
-  const lines = (names) => names.map((name) => ({ name: name.split("/").slice(1).join(" ").replace(/ probability$/, "").replaceAll("_", " "), x: curves[name].step, y: curves[name].mean }));
+  const lines = (names) => names.map((name) => ({ name: legend(name).replace(/ probability$/, ""), x: curves[name].step, y: curves[name].mean }));
   const box = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Lessons and what they wait for" });
   main.replaceChildren(
     h("div", { class: "head" }, h("h1", {}, "Lessons"), h("p", { class: "sub" }, "Which lesson waits for which, how likely each is, and how its rollouts fared.")),
@@ -194,7 +194,7 @@ export async function fleetPage(main, run) {
       h("ul", { class: "legend" }, [["bad", "down, or it failed"], ["warn", "faults in episodes only"], ["good", "live"], ["calm", "ended without trouble"]].map(([kind, text]) => h("li", {}, h("i", { class: `sim ${kind}` }), text))),
       h("p", { class: "note" }, "A failure ends the process, and each start is a life; a fault ends one episode, and the process goes on."),
       h("div", { class: "tall" }, table([["simulator", (r) => r.simulator], ["task", (r) => r.task ?? "–"], ["state", (r) => [badge(page.alive || r.state !== "live" ? r.state : "ended"), health(r, page.alive) === "bad" && !DOWN.includes(r.state) ? h("span", { class: "bad-text" }, ` failed ${r.failures === 1 ? "once" : `${num(r.failures)} times`}`) : ""]], ["lives", (r) => num(r.starts), "n"], ["failures", (r) => num(r.failures), "n"], ["faults", (r) => num(r.faults), "n"], ["slots", (r) => num(r.slots ?? null), "n"], ["started in", (r) => duration(r.seconds), "n"], ["last trouble", (r) => r.last || "–", "wide"]], simulators, "Simulators, the sickest first"))) : null,
-    h("div", { class: "grid" }, groups.map((names, index) => names.length ? chart(titles[index], names.map((name) => ({ name: name.split("/").slice(name.startsWith("fleet/") ? 1 : -1).join(" ").replaceAll("_", " "), x: curves[name].step, y: curves[name].mean })), { zero: true }) : null)),
+    h("div", { class: "grid" }, groups.map((names, index) => names.length ? chart(titles[index], names.map((name) => ({ name: name.startsWith("fleet/") ? legend(name) : name.split("/").at(-1).replaceAll("_", " "), x: curves[name].step, y: curves[name].mean })), { zero: true }) : null)),
     Object.keys(page.account).length ? h("section", { class: "card" }, h("h2", {}, "Account of steps"), h("dl", { class: "facts" }, Object.entries(page.account).map(([name, count]) => h("div", {}, h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, num(count)))))) : null,
     page.films.length ? h("section", { class: "card" }, h("h2", {}, "Films of episodes"), bundle ? h("p", { class: "note" }, `${page.films.length} films are in the run's videos folder.`) : h("div", { class: "films" }, page.films.slice(0, 24).map((name) => h("figure", {}, h("video", { controls: true, preload: "none", src: `api/${path(run, "film")}?name=${encodeURIComponent(name)}` }), h("figcaption", {}, name))))) : null,
     page.events.length ? h("section", { class: "card" }, h("h2", {}, "Starts, deaths and ends"), h("div", { class: "tall" }, table([["when", (e) => moment(e.time), "n"], ["event", (e) => e.event.replaceAll("_", " ")], ["who", (e) => e.component ?? e.worker ?? "–"], ["why", (e) => e.reason ?? e.message ?? "–", "wide"]], page.events.toReversed(), "Events of components"))) : null);

@@ -1,6 +1,6 @@
 // One run: its state in words, its curves, its ledger, one of its updates.
 import { chart, sankey } from "./charts.js";
-import { ago, api, badge, big, change, copyable, duration, empty, fixed, h, link, moment, num, parse, signed, stateWords, table } from "./core.js";
+import { ago, api, badge, big, change, copyable, duration, empty, fixed, h, legend, link, moment, num, parse, signed, stateWords, table } from "./core.js";
 import { exportTable } from "./runs.js";
 
 const path = (run, page) => `runs/${encodeURIComponent(run)}${page ? "/" + page : ""}`;
@@ -30,7 +30,7 @@ export async function runPage(main, run) {
   const names = [...new Set([...scores, ...held, ...charts.flatMap(([, each]) => each), ...chosen])];
   const { curves } = await api(path(run, "curves"), { names: names.join(","), points: 500, from: words.from, to: words.to });
   const marks = shownMarks(page.marks);
-  const line = (name, options = {}) => ({ name: options.as || short(name), x: curves[name]?.step || [], y: curves[name]?.mean || [], low: curves[name]?.low, high: curves[name]?.high, block: curves[name]?.block, hue: options.hue });
+  const line = (name, options = {}) => ({ name: options.as || (name.startsWith("time/idle/") ? name.slice(10).replaceAll("_", " ") : legend(name)), x: curves[name]?.step || [], y: curves[name]?.mean || [], low: curves[name]?.low, high: curves[name]?.high, block: curves[name]?.block, hue: options.hue });
   const zoomed = words.from || words.to
     ? h("button", { class: "button", type: "button", onclick: () => change({ from: null, to: null }) }, `Updates ${words.from || 0} to ${words.to || "the last"}: show all`) : null;
   const draw = (reward, findings) => main.replaceChildren(
@@ -45,10 +45,6 @@ export async function runPage(main, run) {
   if (!page.alive) draw(null, null);  // reward from metrics.jsonl: its intervals go through all rollouts
   const [reward, { findings }] = await Promise.all([api(path(run, "reward")), api(path(run, "findings"))]);
   draw(reward, findings);
-}
-
-function short(name) {
-  return name.split("/").slice(name.startsWith("time/idle/") ? -1 : -2).join(" ").replaceAll("_", " ");
 }
 
 function headline(page, findings) {
@@ -111,7 +107,7 @@ function rewardChart(page, reward, curves, scores, words, marks) {
     return chart("Reward of what was trained", [{ name: "mean with 95% interval", x: rows.map((r) => r[0]), y: rows.map((r) => r[1]), low: rows.map((r) => r[2] ?? r[1]), high: rows.map((r) => r[3] ?? r[1]) }],
       { marks, note: `${pooled}; groups are the independent draws` });
   }
-  return chart("Reward", scores.map((name) => ({ name: short(name), x: curves[name].step, y: curves[name].mean, low: curves[name].low, high: curves[name].high, block: curves[name].block })), { marks, empty: reward ? null : READING });
+  return chart("Reward", scores.map((name) => ({ name: legend(name), x: curves[name].step, y: curves[name].mean, low: curves[name].low, high: curves[name].high, block: curves[name].block })), { marks, empty: reward ? null : READING });
 }
 
 function heldOutChart(page, reward, curves, held, words, marks) {
@@ -126,7 +122,7 @@ function heldOutChart(page, reward, curves, held, words, marks) {
       return { name: lesson, points: true, x: all.map((r) => r.step), y: all.map((r) => r.mean), low: all.map((r) => r.low ?? r.mean), high: all.map((r) => r.high ?? r.mean) };
     }), { marks: marks.filter(([, , kind]) => kind === "bad"), note: "95% interval by problems" });
   }
-  return chart("Held-out reward", held.map((name) => ({ name: name.split("/")[1] + (name.startsWith("eval_report/") ? " (report)" : ""), points: true, x: curves[name].step, y: curves[name].mean })), { empty: !reward ? READING : page.alive ? "Nothing was evaluated yet." : "Nothing was evaluated.", marks: [] });
+  return chart("Held-out reward", held.map((name) => ({ name: name.split("/").slice(1, -1).join("/") + (name.startsWith("eval_report/") ? " (report)" : ""), points: true, x: curves[name].step, y: curves[name].mean })), { empty: !reward ? READING : page.alive ? "Nothing was evaluated yet." : "Nothing was evaluated.", marks: [] });
 }
 
 function metricPicker(metrics, chosen) {

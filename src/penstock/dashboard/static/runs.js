@@ -1,9 +1,26 @@
 // All runs in a table, and two of them over each other.
 import { chart, intervals, spark } from "./charts.js";
-import { ago, api, badge, big, change, csv, duration, empty, fixed, h, link, moment, num, parse, save, signed, table } from "./core.js";
+import { ago, api, badge, big, bundle, change, csv, duration, empty, fixed, h, link, moment, num, parse, save, signed, table } from "./core.js";
 
+const RENEW_MS = 5000;
+
+/** The list is drawn anew as runs begin and go on, unless somebody types, ticks or goes through it by keys. */
 export async function runsPage(main) {
-  const runs = (await api("runs")).runs.sort((a, b) => (a.started || 0) - (b.started || 0));
+  let picked = draw(main, await api("runs"));
+  if (bundle) return null;
+  const busy = () => document.hidden || picked.size || document.querySelector("tr.pick.at, #main :focus-visible, dialog[open]");
+  const renewing = setInterval(async () => {
+    if (busy()) return;
+    const found = await api("runs").catch(() => null);
+    document.getElementById("news").textContent = found ? "" : "no connection";
+    if (found && !busy()) picked = draw(main, found);
+  }, RENEW_MS);
+  return { end: () => clearInterval(renewing) };
+}
+
+/** Returns the names that are ticked, a set that lives on. */
+function draw(main, found) {
+  const runs = found.runs.sort((a, b) => (a.started || 0) - (b.started || 0));
   const { words } = parse();
   const search = (words.search || "").toLowerCase();
   const shown = runs.filter((run) => `${run.name} ${run.of} ${run.state}`.toLowerCase().includes(search))
@@ -36,6 +53,7 @@ export async function runsPage(main) {
       ["ended by", (run) => run.problem ? h("span", { class: "bad-text" }, run.problem) : run.alive ? h("span", { class: "quiet" }, ago(run.age_s)) : run.ended_by || "–", "wide"],
     ], shown, "Runs", (run) => ({ class: "pick", data: { href: link("run", run.name) } })))
       : empty(search ? "No run matches this filter." : "There is no run here."));
+  return picked;
 }
 
 export async function comparePage(main) {
