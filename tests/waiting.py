@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-WAIT_S = 20.0
+WAIT_S = 280.0
 
 
 def wait_until(holds: Callable[[], object], what: str = "it", timeout_s: float = WAIT_S) -> None:

@@ -13,7 +13,7 @@ from tests.waiting import wait_until
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.launch.process import GuardedProcess
 
-LIMIT_S = 30.0
+LIMIT_S = 280.0
 
 
 @pytest.fixture

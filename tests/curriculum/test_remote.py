@@ -21,7 +21,7 @@ from penstock.types import (
 
 from .conftest import a_way_through, two_lessons
 
-LIMIT_S = 10.0
+LIMIT_S = 280.0
 
 
 class Wire:

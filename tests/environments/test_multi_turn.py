@@ -14,7 +14,7 @@ from penstock.inference import ScriptedContext
 from penstock.text import Tokenizer
 from penstock.types import Decoding, EnvironmentFailure, RolloutGroup
 
-WAIT_S = 20.0
+WAIT_S = 280.0
 WANTED = "7"
 
 

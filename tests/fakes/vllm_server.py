@@ -31,7 +31,7 @@ from penstock.model.language.hugging_face import with_merged
 from penstock.types import ConfigError, Decoding, EnvironmentFailure, PenstockError, Stopped, WeightVersion
 
 STOP_S = 10.0
-WAIT_S = 60.0
+WAIT_S = 280.0
 VERSION = "0.32.0"
 BUSY = "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
 PREFIX = "dp0:pp0:pcp0:tp0:"

@@ -16,7 +16,7 @@ from penstock.types import WeightVersion
 
 pytestmark = pytest.mark.ray
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet_in_ray.py"
-LIMIT_S = 120.0
+LIMIT_S = 280.0
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from penstock.inference import EngineConfig, InferenceEngine
 from penstock.model.language import Decoder, ModelConfig
 from penstock.types import EnvironmentFailure, Message, WeightVersion
 
-STOP_TIMEOUT_S = 30.0
-READY_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 280.0
+READY_TIMEOUT_S = 280.0
 
 
 class ByteCodec:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from penstock.inference import ServerPool
 from penstock.inference.codec import MalformedAnswer, ServerRequest
 
-WAIT_S = 60.0
+WAIT_S = 280.0
 
 
 def pools():

@@ -18,7 +18,7 @@ from penstock.inference.answers import AnswerForm, AnswerStream, PromptForm, Tex
 from penstock.inference.sequence import text_of
 from penstock.types import Completion, RunFailed
 
-WAIT_S = 60.0
+WAIT_S = 280.0
 CODEC = ByteCodec()
 CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 6}}</tool_call>'
 

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.inference import HttpServer, create_app
 
-WAIT_S = 120.0
+WAIT_S = 280.0
 CALCULATE = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 ASKED = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 USER = {"role": "user", "content": "hi"}

@@ -18,7 +18,7 @@ from penstock.types import (
     WeightVersion,
 )
 
-WAIT_S = 60.0
+WAIT_S = 280.0
 
 
 def request(prompt=(65, 66, 67), seed=0, n=1, stop=(), **decoding):

@@ -8,7 +8,7 @@ import pytest
 from penstock.inference import GenerationRequest
 from penstock.types import Decoding, WeightVersion
 
-WAIT_S = 60.0
+WAIT_S = 280.0
 
 
 @pytest.fixture

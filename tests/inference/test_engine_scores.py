@@ -17,7 +17,7 @@ from penstock.learner.head import HeadInputs, tiled_logprobs
 from penstock.model.language import Segments, load_decoder
 from penstock.types import ConfigError, Decoding, EnvironmentFailure, Stopped, WeightVersion
 
-WAIT_S = 120.0
+WAIT_S = 280.0
 GOLDEN = Path(__file__).parents[1] / "model/language/golden/qwen2"
 
 

@@ -15,7 +15,7 @@ from penstock.model.arrays import digests_of
 from penstock.model.language import Segments, named_arrays
 from penstock.types import Decoding, NoProgressError, WeightsError, WeightVersion
 
-WAIT_S = 60.0
+WAIT_S = 280.0
 PROMPT = np.arange(60, 72, dtype=np.int32)
 
 

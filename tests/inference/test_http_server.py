@@ -21,7 +21,7 @@ from penstock.model.language import save_decoder
 from penstock.text import Tokenizer
 from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFailed
 
-WAIT_S = 60.0
+WAIT_S = 280.0
 
 
 @pytest.fixture

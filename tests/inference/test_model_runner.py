@@ -20,7 +20,7 @@ from penstock.model.arrays import digests_of
 from penstock.model.language import named_arrays
 from penstock.types import Decoding, RunFailed, WeightVersion
 
-WAIT_S = 60.0
+WAIT_S = 280.0
 
 
 class CompilationCounter:
@@ -204,7 +204,7 @@ def test_rows_that_a_better_program_is_for_do_not_wait_for_it(decoder, forgets):
     assert (best in told) == forgets
     if not forgets:
         lazy.note_replaced(best, dense, lazy.compiled_s(dense))
-        wait_until(lambda: best in told, WAIT_S)
+        wait_until(lambda: best in told, "the better program", WAIT_S)
     again = runner.decode(one)
     assert first.count.tolist() == again.count.tolist() and first.tokens[:, 5].tolist() == again.tokens[:, 5].tolist()
     np.testing.assert_allclose(first.logprobs[:, 5], again.logprobs[:, 5], atol=1e-5)

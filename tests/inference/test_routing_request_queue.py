@@ -7,7 +7,7 @@ from penstock.inference.routing import PinnedServer, RequestQueue, Routing, Serv
 from penstock.types import UnreachableError
 
 A, B = (Server(f"inference-{i}", 0, f"http://h:{i}") for i in range(2))
-LIMIT_S = 20.0
+LIMIT_S = 280.0
 
 
 def run(scenario, *servers, most_tokens=100):

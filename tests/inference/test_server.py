@@ -17,7 +17,7 @@ from penstock.model.language import named_arrays
 from penstock.types import CheckpointError, Decoding, fold
 
 TOKEN = "a test's token"
-WAIT_S = 60.0
+WAIT_S = 280.0
 
 
 @pytest.fixture(scope="module")

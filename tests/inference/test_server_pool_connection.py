@@ -8,7 +8,7 @@ from tests.inference.fake_servers import HANG_UP, serving
 from penstock.inference import server_pool as module
 from penstock.inference.server_pool import ConnectionFailed, ServerConnection
 
-LIMIT_S = 20.0
+LIMIT_S = 280.0
 
 start = pytest.fixture(serving)
 

@@ -7,7 +7,7 @@ import pytest
 from penstock.inference.server_pool import LoopThread
 from penstock.types import NoProgressError, Stopped
 
-WAIT_S = 20.0
+WAIT_S = 280.0
 
 
 async def nothing():

@@ -20,7 +20,7 @@ from penstock.model.arrays import digests_of
 from penstock.model.language import named_arrays
 from penstock.types import ConfigError, Decoding, WeightVersion
 
-WAIT_S = 120.0
+WAIT_S = 280.0
 COLUMNS, ROWS, NORM = ("gate", "key", "query", "up", "value"), ("down", "output"), ("input_norm", "post_norm")
 
 

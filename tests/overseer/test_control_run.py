@@ -28,7 +28,7 @@ from penstock.types import RunFailed
 from tests.overseer.conftest import merged
 from tests.overseer.thread_launcher import ThreadLauncher
 
-LIMIT_S = 120.0
+LIMIT_S = 280.0
 TINY: dict[str, Any] = {
     "seed": 3,
     "steps": 4,

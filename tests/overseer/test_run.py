@@ -29,7 +29,7 @@ from penstock.types import ConfigError, RunFailed
 from tests.overseer.conftest import merged, tiny
 from tests.overseer.thread_launcher import ThreadLauncher
 
-LIMIT_S = 120.0
+LIMIT_S = 280.0
 assert PreTrainedTokenizerFast  # imported before several threads would do so at once, which that library does not bear
 QUICK: dict[str, Any] = {
     "runtime": "ray",

@@ -28,7 +28,7 @@ from penstock.weights import open_client
 from tests.overseer.lonely import Lonely
 from tests.waiting import wait_until
 
-LIMIT_S = 20.0
+LIMIT_S = 280.0
 
 
 class Step:

@@ -19,7 +19,7 @@ from tests.overseer.environments import RaisingEnvironment
 from tests.overseer.test_fleet_training import tiny as tiny_control
 from tests.waiting import wait_until
 
-LIMIT_S = 120.0
+LIMIT_S = 280.0
 
 
 def checkpoints(run_dir: Path) -> list[str]:

@@ -12,6 +12,7 @@ from tests.replay.open_buffers import Open
 from tests.replay.storage_kinds import KINDS, FileKind, MemoryKind
 
 from penstock.batch import RecencyBatchMaker
+from penstock.replay.store import Sealer
 
 
 def _load(name: str):
@@ -21,6 +22,22 @@ def _load(name: str):
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(autouse=True)
+def no_thread_outlives_its_test():
+    """Stops the threads of buffers that a test leaves open: hundreds of them would slow all tests after it."""
+    made, initialise = [], Sealer.__init__
+
+    def counted(self, *args):
+        initialise(self, *args)
+        made.append(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Sealer, "__init__", counted)
+        yield
+    for sealer in made:
+        sealer.stop()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import numpy as np
 from penstock.replay import Delivery, FileRolloutStorage, MemoryRolloutStorage, RolloutStorage, RolloutStorageConfig
 from penstock.types import Rollout, RolloutBatch, RolloutGroup, RolloutMetadata, RolloutSink
 
-LIMIT_S = 10.0
+LIMIT_S = 280.0
 """No wait of these tests takes so long unless something hangs."""
 
 

@@ -19,7 +19,7 @@ from penstock.replay.ledger import NotifyingCondition
 from penstock.replay.paced import VERIFY_S
 from penstock.types import MismatchError
 
-LIMIT_S = 10.0
+LIMIT_S = 280.0
 MADE = {"embedding": "e0", "layers.query": "q0", "layers.value": "v0"}
 STALE = {**MADE, "layers.query": "q9"}
 SWAPPED = {"embedding": "e0", "layers.query": "v0", "layers.value": "q0"}

@@ -38,7 +38,7 @@ from penstock.rundir import RunDirectory, read_parquet
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
 CAPS = {"plain": 1, "reuse": 2, "spool": 1, "expiring": 1, "open": 3, "fragments": 2}
-LIMIT_S = 60.0
+LIMIT_S = 280.0
 """Longest wait for a line; a life prints many per second."""
 
 

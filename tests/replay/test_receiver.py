@@ -18,7 +18,7 @@ from penstock.replay import (
 )
 from penstock.types import InvalidRolloutError, Rollout, RolloutBatch, RolloutGroup, RolloutMetadata, Stopped
 
-LIMIT_S = 10.0
+LIMIT_S = 280.0
 
 
 class Buffer:

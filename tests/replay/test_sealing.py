@@ -14,7 +14,7 @@ from penstock.replay.ledger import DiskSpace
 from penstock.replay.store import Sealer
 from penstock.types import RunFailed
 
-LIMIT_S = 20.0
+LIMIT_S = 280.0
 
 
 class Store:

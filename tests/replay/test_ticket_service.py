@@ -6,7 +6,7 @@ from penstock.replay import Ledger, ReplayBufferConfig, TicketIssuer, TicketRule
 from penstock.replay.ticket_service import ServingVersions
 from penstock.types import RunFailed, Stopped, SupersededError
 
-LIMIT_S = 10.0
+LIMIT_S = 280.0
 
 
 class InTurn:

@@ -21,7 +21,7 @@ from penstock.types import (
 )
 from penstock.weights import InProcessBroadcaster
 
-WAIT_S = 30
+WAIT_S = 280.0
 
 
 def ticket(index: int) -> Ticket:

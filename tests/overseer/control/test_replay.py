@@ -16,7 +16,7 @@ from penstock.rundir import RunDirectory
 from tests.overseer.lonely import Lonely
 from tests.waiting import wait_until
 
-LIMIT_S = 20.0
+LIMIT_S = 280.0
 
 
 @pytest.fixture

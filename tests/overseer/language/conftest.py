@@ -20,7 +20,7 @@ from tests.fakes.real_vllm import FLAGS, VLLM, RealVllm
 from tests.fakes.sglang_server import FakeSglang
 from tests.fakes.vllm_server import FakeVllm, untied
 
-LIMIT_S = 60.0
+LIMIT_S = 280.0
 ROOT = Path(__file__).parents[3]
 TOKEN = "a token of this run"
 MODEL = {

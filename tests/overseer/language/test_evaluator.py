@@ -16,7 +16,7 @@ from penstock.rundir import RunDirectory
 from penstock.types import NoProgressError, UnreachableError, WeightVersion
 from tests.waiting import wait_until
 
-LIMIT_S = 30.0
+LIMIT_S = 280.0
 LEASE_S = 1.0
 VERSION = WeightVersion(0, 4)
 LEARNER = Peer(Identity("learner", 0, 0), {"training": True})

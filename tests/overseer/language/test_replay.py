@@ -20,7 +20,7 @@ from tests.overseer.lonely import Lonely
 from tests.replay.simulation import make_rollout
 from tests.waiting import wait_until
 
-LIMIT_S = 20.0
+LIMIT_S = 280.0
 
 
 @pytest.mark.parametrize(

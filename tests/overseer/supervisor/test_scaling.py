@@ -9,7 +9,7 @@ import pytest
 from penstock.overseer.supervisor.scaling import ANSWER_KEPT_S, ScaleRequests, ask_to_scale, parse_sizes
 from penstock.types import ConfigError, UnreachableError
 
-LIMIT_S = 30.0
+LIMIT_S = 280.0
 ID = "0123456789abcdef" * 2
 
 
