@@ -198,5 +198,7 @@ def test_the_command_shows_the_text_and_writes_nothing_into_the_run(runs: Path, 
 
 @needs_runs
 def test_a_control_run_is_refused(runs: Path):
-    with pytest.raises(ConfigError, match="trains a control policy: rollouts of language policies alone are explained"):
+    with pytest.raises(
+        ConfigError, match=r"trains a control policy: rollouts of language policies .* replay .* --step \d+ computes"
+    ):
         explain_update(runs / "control", 3)

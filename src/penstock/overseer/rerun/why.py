@@ -29,6 +29,7 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.rerun.replay import UpdateWalk
 from penstock.overseer.rerun.stored_run import StoredRun
 from penstock.rundir import RescoredRollout, RunDirectory, write_rescored
+from penstock.rundir.commands import command_line
 from penstock.text import Tokenizer
 from penstock.text.safe_text import printable, shortened
 from penstock.types import ConfigError, RLExample, RolloutRecord
@@ -245,7 +246,10 @@ def explain_update(run_dir: Path | str, step: int, trust: bool = False) -> WhyRe
     """
     run = StoredRun(run_dir, trust)
     if not isinstance(run.config, RunConfig):
-        raise ConfigError(f"{run_dir} trains a control policy: rollouts of language policies alone are explained")
+        raise ConfigError(
+            f"{run_dir} trains a control policy: rollouts of language policies alone are explained; "
+            f"{command_line('replay', run_dir, '--step', str(step))} computes that update again"
+        )
     checkpoint = run.checkpoint_before(step)
     walk = UpdateWalk(run, checkpoint, (step, step))
     *before, update = walk.updates
