@@ -38,6 +38,9 @@ def test_one_setting_of_the_optimiser_leaves_the_others_ppos():
         ({"reward_scale": float("inf")}, "reward_scale"),
         ({"clip": 0}, "clip"),
         ({"entropy_bonus": 1}, "entropy_bonus"),
+        ({"epochs": 1, "minibatches": 1, "clip": 0.1}, "clip is 0.1, which has no effect: an update is one optimiser"),
+        ({"epochs": 1, "minibatches": 1, "dual_clip": 3}, "dual_clip is 3.0, which has no effect"),
+        ({"epochs": 1, "minibatches": 1, "value_clip": 1}, "value_clip is 1.0, which has no effect"),
     ],
 )
 def test_a_mistake_is_named_with_its_remedy(values, message):

@@ -83,6 +83,11 @@ def test_a_file_with_a_fleet_is_a_fleet_run():
             "whole fragments; lower the one or raise the other",
         ),
         (
+            {"learner": {"minibatches": 33}},
+            "learner.minibatches is 33, and a batch has 32 steps (replay.fragments_per_batch · fleet.fragment_length): "
+            "some would have none; lower it",
+        ),
+        (
             {"learner": {"burn_in": 2}},
             "learner.burn_in is 2 and model.memory is none: there is no state to bring up to date; set burn_in to 0, "
             "or choose a memory",

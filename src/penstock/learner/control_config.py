@@ -99,10 +99,11 @@ class PpoConfig(FrozenConfig, frozen=True):
             that of the policy. ``auto``: for each task the inverse root mean square of the discounted returns that are
             not 0, inside all its fragments so far, those of the update included. A number should bring returns to some
             ones or tens. Values are in these units, statistics in the simulator's.
-        clip: The ratio is clipped at 1 ± this.
-        dual_clip: Lower bound of the surrogate where the advantage is negative, as a multiple of it; None: unbounded.
+        clip: The ratio is clipped at 1 ± this. It acts from an update's second optimiser step on.
+        dual_clip: Lower bound of the surrogate where the advantage is negative, as a multiple of it; likewise. None:
+            unbounded.
         value_clip: Values may move by this much in an update before their gradient ends; it is in the units of
-            scaled returns. None: not clipped.
+            scaled returns; likewise. None: not clipped.
         epochs: How often an update goes through its batch.
         minibatches: Optimiser steps per epoch; each takes steps drawn from all fragments, or whole fragments where the
             policy has memory.
@@ -167,6 +168,9 @@ class PpoConfig(FrozenConfig, frozen=True):
         if not self.value_coefficient:
             refuse_idle(self, ("value_clip",), "value_coefficient is 0")
         refuse_idle(self.correction, ("scope", "veto"), "steps of simulators are weighed one by one", at="correction.")
+        if self.epochs * self.minibatches == 1:
+            why = "an update is one optimiser step, before which nothing has moved (raise minibatches or epochs)"
+            refuse_idle(self, ("clip", "dual_clip", "value_clip"), why)
         if self.epochs == 1:
             refuse_idle(self, ("target_kl",), "it ends an update between two epochs, and epochs is 1")
         return self

@@ -387,8 +387,13 @@ class RunConfig(BaseModel):
         if self.runtime != "local":
             raise ValueError(f"runtime is {self.runtime}, but {why}, which one process does; leave it out")
         if learner.warm_start is not None:
-            raise ValueError(f"learner.warm_start is set, but {why}, so that no environment is asked; leave it out")
+            raise ValueError(f"learner.warm_start is set, but {why}, so that no environment is asked; set it to null")
         refuse_idle(replay, ("max_samples", "batch_makers"), why, at="replay.")
+        of_age = ["tolerances", "max_rollout_timestamp_delay", "straggler_timeout_s", "max_failed_groups_per_batch"]
+        if self.asynchronous:  # else the budget is 0 by that name
+            of_age += ["staleness_budget", "max_rollout_step_delay"]
+        why_none = "what replay.from_rollouts has is of no age, and nothing is waited for"
+        refuse_idle(replay, of_age, why_none, at="replay.")
         refuse_idle(replay.batch_maker, ("name",), why, at="replay.batch_maker.")
         refuse_idle(self.overseer, ("keep_best",), "a run on stored rollouts evaluates nothing", at="overseer.")
 
@@ -410,7 +415,7 @@ class RunConfig(BaseModel):
             why = "at staleness zero nothing is used again, or batches would depend on timing"
             refuse_idle(replay, ("max_samples",), why, at="replay.")
         largest = max(lesson.sampling_params.n_generations_per_prompt for lesson in lessons.values())
-        if replay.capacity < replay.groups_per_batch * largest:
+        if replay.from_rollouts is None and replay.capacity < replay.groups_per_batch * largest:
             raise ValueError(
                 f"replay.capacity is {replay.capacity}, below one batch of replay.groups_per_batch = "
                 f"{replay.groups_per_batch} groups of {largest} rollouts: raise it"

@@ -119,6 +119,11 @@ class FleetRunConfig(BaseModel):
                 f"learner.minibatches is {learner.minibatches}, and replay.fragments_per_batch is {batch}: minibatches "
                 "of a policy with memory hold whole fragments; lower the one or raise the other"
             )
+        if learner.minibatches > batch * length:
+            raise ValueError(
+                f"learner.minibatches is {learner.minibatches}, and a batch has {batch * length} steps "
+                "(replay.fragments_per_batch · fleet.fragment_length): some would have none; lower it"
+            )
         if learner.burn_in and self.model.memory == "none" and self.model.module is None:
             raise ValueError(
                 f"learner.burn_in is {learner.burn_in} and model.memory is none: there is no state to bring up to "

@@ -20,8 +20,11 @@ class IdleKeyError(ConfigError, ValueError):
     """
 
     def __init__(self, key: str, value: object, default: object, why: str) -> None:
-        written, usual = (json.dumps(each, default=str, ensure_ascii=False) for each in (value, default))
-        super().__init__(f"{key} is {written}, which has no effect: {why}; leave it out (or at {usual})")
+        dump = getattr(value, "model_dump", None)  # of a section: what it says otherwise than by default
+        given = value if dump is None else dump(mode="json", exclude_defaults=True)
+        written, usual = (json.dumps(each, default=str, ensure_ascii=False) for each in (given, default))
+        remedy = f"leave it out (or at {usual})" if dump is None else "leave it out"
+        super().__init__(f"{key} is {written}, which has no effect: {why}; {remedy}")
         self.key, self.why = key, why
 
 

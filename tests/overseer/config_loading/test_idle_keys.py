@@ -137,6 +137,11 @@ def test_what_an_override_switches_off_takes_along_what_the_recipe_says_of_it(ca
         load_config("memory", ["model={memory: none, memory_size: 32}"])
 
 
+def test_a_section_of_which_a_key_is_set_now_is_not_left_out():
+    with pytest.raises(ConfigError, match='correction is {"cap": 3.0}, which .* of its own; leave it out$'):
+        load_config("cats", ["learner.loss.module=json:dumps", "learner.loss.correction.cap=3"])
+
+
 def test_what_is_idle_in_a_recipe_by_itself_is_refused_whatever_is_overridden(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump({**load_config("cartpole").dump(), "model": {"memory_size": 32}}))

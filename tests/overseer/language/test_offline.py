@@ -33,6 +33,8 @@ def on(source: Path, steps: int, **learner):
         ({"learner": {"warm_start": {"steps": 1}}}, "learner.warm_start is set, but replay.from_rollouts"),
         ({"replay": {"batch_maker": {"name": "recency"}}}, 'replay.batch_maker.name is "recency", which has no effect'),
         ({"replay": {"max_samples": 3}}, "replay.max_samples is 3, which has no effect"),
+        ({"async": True, "replay": {"staleness_budget": 3}}, "replay.staleness_budget is 3, .* is of no age"),
+        ({"replay": {"straggler_timeout_s": 3}}, "replay.straggler_timeout_s is 3.0, .* nothing is waited for"),
         ({"overseer": {"keep_best": "eval/cats/reward_mean"}}, "overseer.keep_best is .* evaluates nothing"),
     ],
 )
@@ -40,6 +42,14 @@ def test_what_stored_rollouts_leave_without_effect_is_refused(changes, message):
     replay = {"from_rollouts": "runs/other"} | changes.pop("replay", {})
     with pytest.raises((ConfigError, ValidationError), match=message):
         tiny({"replay": replay, **changes})
+
+
+def test_a_batch_of_stored_rollouts_may_be_larger_than_what_may_wait(tmp_path: Path):
+    """They do not wait in the buffer, whose capacity is too small for such a batch of a run that generates."""
+    batch = {"groups_per_batch": 6, "capacity": 9}
+    with pytest.raises(ConfigError, match="replay.capacity is 9"):
+        tiny({"replay": batch})
+    assert tiny({"replay": {"from_rollouts": str(tmp_path), **batch}}).replay.groups_per_batch == 6
 
 
 def test_the_plan_has_no_engine(tmp_path: Path):

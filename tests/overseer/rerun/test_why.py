@@ -16,7 +16,7 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.rerun.replay import UpdateWalk
 from penstock.overseer.rerun.stored_run import StoredRun
-from penstock.overseer.rerun.why import ExplainedRollout, WhyReport, explain_update, unusual_of
+from penstock.overseer.rerun.why import ExplainedRollout, WhyReport, explain_update, sums_of, unusual_of
 from penstock.rundir import read_rescored
 from penstock.types import ConfigError
 from tests.overseer.rerun.test_replay import contents, signalled
@@ -61,6 +61,21 @@ def test_a_gradient_that_is_not_finite_is_told_and_is_null_in_json(capsys):
     print_report(report, as_json=True)
     told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["rollouts"]
     assert [one["gradient_norm"] for one in told] == [None, 1.0]
+
+
+def test_sums_by_reward_function_are_over_what_each_gave_something():
+    """A rollout that two rewarded is in both rows, one that none rewarded in a row of its own."""
+    found = [
+        replace(rollout("both", 0.5), rewarded_by=("right", "short")),
+        replace(rollout("short", 0.25), rewarded_by=("short",)),
+        replace(rollout("neither", 0.125), rewarded_by=()),
+        rollout("expired", 0.0625),
+    ]
+    sums = sums_of(found)
+    rows = {row.value: (row.rollouts, row.along) for row in sums["reward_function"]}
+    assert rows == {"right": (1, 0.5), "short": (2, 0.75), "none": (1, 0.125)}
+    assert [(row.value, row.rollouts) for row in sums["lesson"]] == [("cats", 4)]
+    assert sums_of([rollout("untold")])["reward_function"] == ()
 
 
 def test_what_moved_nothing_or_was_not_rewarded_or_is_usual_is_not_told():
@@ -115,7 +130,8 @@ def test_the_sums_are_of_all_and_have_their_signs(runs: Path, report: WhyReport)
     assert len(report.rollouts) == len(stored.stored.rollout_ids) == 9
     moved = [rollout.influence.moved for rollout in report.rollouts]
     assert moved == sorted(moved, reverse=True) and moved[0] > 0
-    for rows in report.sums.values():
+    assert report.sums["reward_function"] == ()  # the environment tells none apart
+    for rows in (rows for name, rows in report.sums.items() if name != "reward_function"):
         assert sum(row.rollouts for row in rows) == 9
         assert sum(row.inner_product for row in rows) == pytest.approx(
             sum(rollout.influence.inner_product for rollout in report.rollouts)

@@ -371,7 +371,7 @@ def _booleans_for_numbers(made: Any, given: Any, path: tuple[str, ...] = ()) -> 
 
 
 def _without_idle_keys(model: type[BaseModel], values: dict[str, Any], keep: Collection[str]) -> dict[str, Any]:
-    """Leaves out what the model refuses as idle, but for the keys in `keep` and below them."""
+    """Leaves out what the model refuses as idle, but for the keys in `keep`, and sections with any of them."""
     while (idle := _idle_key(model, values)) is not None:
         (*section, name), why = idle
         values = copy.deepcopy(values)
@@ -379,7 +379,7 @@ def _without_idle_keys(model: type[BaseModel], values: dict[str, Any], keep: Col
         for key in section:
             node = node[key]
         path = dotted([*section, name])
-        asked = any(path == key or path.startswith(f"{key}.") for key in keep)
+        asked = any(f"{path}.".startswith(f"{key}.") or key.startswith(f"{path}.") for key in keep)
         if asked or name not in node:  # or filled in by what was
             break
         logging.getLogger(__name__).warning("%s (%r) is left out: %s", path, node.pop(name), why)

@@ -1,10 +1,10 @@
 """`penstock why`: which rollouts moved an update, and by how much.
 
 The update is made again (`penstock.overseer.rerun.replay`), and of each rollout its gradient is compared with the step
-that was taken (`penstock.learner.influence`). Sums by staleness, version, lesson and the advantage's sign say which
-kind of rollout the update was made of; those that moved it most are shown with their text. Beside them stand those
-that are unlike the others of the update: a rollout may be stale, or its log-probabilities wrong, and still be one of
-many.
+that was taken (`penstock.learner.influence`). Sums by staleness, version, lesson, reward function and the advantage's
+sign say which kind of rollout the update was made of; those that moved it most are shown with their text. Beside them
+stand those that are unlike the others of the update: a rollout may be stale, or its log-probabilities wrong, and still
+be one of many.
 
 Beside that the update's tokens are scored by two forward passes: under the weights that it began with, entropies
 included, and under the run's newest. `WhyReport.keep_tokens` writes that, and what each rollout did, where the
@@ -58,6 +58,8 @@ class ExplainedRollout:
             said to have sampled them.
         surprise: Mean over them of −ℓ_θ, in nats, under the same weights.
         reward: Of the episode; None where the rollout's file is not there any more.
+        rewarded_by: The environment's reward functions that gave it another reward than 0; None where they are not
+            told apart, or the file is gone.
         prompt: Its text, by the run's tokenizer.
         response: What followed it, tool answers included.
         spans: The text of each of `influence.spans`.
@@ -75,6 +77,7 @@ class ExplainedRollout:
     prompt: str
     response: str
     spans: tuple[str, ...] = ()
+    rewarded_by: tuple[str, ...] | None = None
 
     @property
     def has_finite_gradient(self) -> bool:
@@ -141,7 +144,7 @@ class WhyReport:
         step: The version that it led to.
         checkpoint: Where the replay began.
         rollouts: All, those that moved it most first; before them any whose own gradient is not finite.
-        sums: By ``staleness``, ``version``, ``lesson`` and ``advantage``.
+        sums: By ``staleness``, ``version``, ``lesson``, ``reward_function`` and ``advantage``.
         unusual: Those that are least like the others, of what moved it at all; see `unusual_of`.
         batch_id: The batch that it trained on.
         tokens: What forward passes say of each of its rollouts' tokens.
@@ -202,7 +205,7 @@ class WhyReport:
         for name, rows in self.sums.items():
             for row in rows:
                 numbers = [f"{row.gradient_norm:.3g}", f"{row.inner_product:.3g}", f"{row.along:.1%}"]
-                table.add_row(name, Text(printable(row.value)), str(row.rollouts), *numbers)
+                table.add_row(name.replace("_", " "), Text(printable(row.value)), str(row.rollouts), *numbers)
             table.add_section()
         return table
 
@@ -274,12 +277,6 @@ def explain_update(run_dir: Path | str, step: int, trust: bool = False) -> WhyRe
         for one in found
     ]
     explained.sort(key=lambda rollout: (rollout.has_finite_gradient, -rollout.influence.moved))
-    sums = {
-        "staleness": _sums(explained, lambda rollout: rollout.staleness),
-        "version": _sums(explained, lambda rollout: rollout.version),
-        "lesson": _sums(explained, lambda rollout: rollout.lesson),
-        "advantage": _sums(explained, lambda rollout: rollout.sign),
-    }
     newest = max(run.checkpoints)
     under_newest = walk.learner.score(batch.examples, run.start(run.checkpoints[newest]).policy)
     scored = zip(batch.examples, scores, entropies, under_newest, strict=True)
@@ -289,7 +286,7 @@ def explain_update(run_dir: Path | str, step: int, trust: bool = False) -> WhyRe
         step,
         f"step-{checkpoint}",
         tuple(explained),
-        sums,
+        sums_of(explained),
         unusual_of(explained),
         batch.batch_id,
         tuple(_rescored(example, newest, by_id[example.rollout_ids[0]], *numbers) for example, *numbers in scored),
@@ -376,17 +373,45 @@ def _explained(
             tokenizer.decode(example.tokens[span.start : span.stop], skip_special_tokens=False)
             for span in influence.spans
         ),
+        None if record is None else _rewarded_by(record.rollout.rewards_by_function),
     )
 
 
+def _rewarded_by(given: Sequence[tuple[str, float | None]]) -> tuple[str, ...] | None:
+    """None of an environment that does not tell its reward functions apart."""
+    return tuple(name for name, reward in given if reward) if given else None
+
+
+def sums_of(rollouts: Sequence[ExplainedRollout]) -> dict[str, tuple[KindOfRollouts, ...]]:
+    """By what is told: ``staleness``, ``version``, ``lesson``, ``reward_function``, ``advantage``.
+
+    A rollout that several reward functions gave something counts in the row of each, one that all gave 0 under
+    ``none``.
+    """
+
+    def functions(rollout: ExplainedRollout) -> Sequence[str]:
+        return () if rollout.rewarded_by is None else rollout.rewarded_by or ("none",)
+
+    return {
+        "staleness": _sums(rollouts, lambda rollout: _if_known(rollout.staleness)),
+        "version": _sums(rollouts, lambda rollout: _if_known(rollout.version)),
+        "lesson": _sums(rollouts, lambda rollout: (rollout.lesson,)),
+        "reward_function": _sums(rollouts, functions),
+        "advantage": _sums(rollouts, lambda rollout: (rollout.sign,)),
+    }
+
+
+def _if_known(value: int | None) -> tuple[int, ...]:
+    return () if value is None else (value,)
+
+
 def _sums(
-    rollouts: Sequence[ExplainedRollout], key: Callable[[ExplainedRollout], int | str | None]
+    rollouts: Sequence[ExplainedRollout], keys: Callable[[ExplainedRollout], Sequence[int | str]]
 ) -> tuple[KindOfRollouts, ...]:
     """One row per value, in their order; of those without one, none."""
     rows: list[KindOfRollouts] = []
-    values = {value for rollout in rollouts if (value := key(rollout)) is not None}
-    for value in sorted(values, key=lambda value: (isinstance(value, str), value)):
-        members = [rollout.influence for rollout in rollouts if key(rollout) == value]
+    for value in sorted({value for rollout in rollouts for value in keys(rollout)}):
+        members = [rollout.influence for rollout in rollouts if value in keys(rollout)]
         norm = math.sqrt(sum(member.gradient_norm**2 for member in members))
         inner, along = (sum(getattr(member, name) for member in members) for name in ("inner_product", "along"))
         rows.append(KindOfRollouts(str(value), len(members), norm, inner, along))
