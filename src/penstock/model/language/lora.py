@@ -150,7 +150,8 @@ def read_adapter_config(directory: str | Path) -> tuple[LoraConfig, str]:
     except ValidationError as error:
         first = error.errors()[0]
         name = _OUTER.get(str(first["loc"][0]), first["loc"][0])
-        raise ConfigError(f"{path}: {name} has {reprlib.repr(first['input'])}: {first['msg']}") from error
+        remedy = f": {_OTHER_MATRIX}" if name == "target_modules" and first["type"] == "literal_error" else ""
+        raise ConfigError(f"{path}: {name} has {reprlib.repr(first['input'])}: {first['msg']}{remedy}") from error
     base = content.get("base_model_name_or_path")
     return config, base if isinstance(base, str) else ""
 
@@ -158,6 +159,7 @@ def read_adapter_config(directory: str | Path) -> tuple[LoraConfig, str]:
 _OUTER = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
 _LAYERWISE = "all layers must have the same adapter: train it so, or merge it by peft's merge_and_unload"
 _OTHER = "that is another adapter than x W + s (x A) B: merge it by peft's merge_and_unload, and give the merged model"
+_OTHER_MATRIX = "merge it by peft's merge_and_unload, and give the merged model"
 _CHANGED_BASE = "that changes the base, too: save it with peft's path_initial_model_for_weight_conversion"
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"), ((), _LAYERWISE)),
