@@ -57,6 +57,8 @@ class LoraConfig(BaseModel):
     @field_validator("targets", mode="before")
     @classmethod
     def _all(cls, value: Any) -> Any:
+        if isinstance(value, str) and value != ALL_LINEAR:
+            raise ValueError(f"is {value!r}: give a list of some of {', '.join(MATRICES)}, or {ALL_LINEAR} for all")
         return tuple(MATRICES) if value == ALL_LINEAR else value
 
     @field_validator("targets")
@@ -92,14 +94,18 @@ class LoraConfig(BaseModel):
         """
         if asked is None:
             return self
-        for name in ("rank", "alpha", "targets", "use_rslora"):
-            theirs, ours = getattr(self, name), getattr(asked, name)
-            if theirs != ours:
-                raise ConfigError(
-                    f"model.lora.{name} is {ours}, and the adapter in {directory} has {theirs}: leave model.lora out "
-                    "to go on training that adapter, or name its base to begin another"
-                )
+        if name := self.differs_from(asked):
+            raise ConfigError(
+                f"model.lora.{name} is {getattr(asked, name)}, and the adapter in {directory} has "
+                f"{getattr(self, name)}: leave model.lora out to go on training that adapter, or name its base to "
+                "begin another"
+            )
         return asked
+
+    def differs_from(self, other: "LoraConfig") -> str | None:
+        """The first key by which the two compute something else; None: they have one shape."""
+        keys = ("rank", "alpha", "targets", "use_rslora")
+        return next((name for name in keys if getattr(self, name) != getattr(other, name)), None)
 
     def check_fits(self, sizes: Mapping[str, tuple[int, ...]], source: str) -> None:
         """Refuses a rank that a matrix does not have.
