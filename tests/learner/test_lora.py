@@ -203,5 +203,7 @@ def test_a_directory_as_reference(beside, decoder, config, batch_of, tmp_path, t
     shape = adapted(decoder, LoraConfig(rank=2)).config
     with pytest.raises(ConfigError, match="it is an adapter, and the policy has none; merge it by penstock export"):
         check_reference("d", shape, decoder.config)
-    with pytest.raises(ConfigError, match=r"model\.lora\.rank is 4, and the adapter in d has 2"):
+    with pytest.raises(
+        ConfigError, match=r"kl\.reference is d: its adapter's rank is 2, and model\.lora\.rank 4; .* merge"
+    ):
         check_reference("d", shape, beside.config)

@@ -408,7 +408,7 @@ _NO_SCORES = (
 
 def check_length(model: ModelConfig, config: EngineConfig) -> None:
     """Raises ConfigError if sequences may become longer than what the model is meant for."""
-    longest = model.max_position_embeddings
+    longest = model.longest_sequence
     if config.max_seq_len > longest:
         raise ConfigError(
             f"{config.section}.max_seq_len is {config.max_seq_len}, but the model is meant for {longest} tokens "

@@ -47,7 +47,7 @@ def serve(
     policy = config.model.policy(path)
     tokenizer = Tokenizer.load(policy.tokenizer_path, policy.chat_template_kwargs)
     decoder = load_policy(policy, 0, tokenizer)
-    max_seq_len = min(config.engine.max_seq_len, decoder.config.max_position_embeddings)
+    max_seq_len = min(config.engine.max_seq_len, decoder.config.longest_sequence)
     engine_config = ServedEngineConfig.model_validate(config.engine.model_dump() | {"max_seq_len": max_seq_len})
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, engine_config)
     name = config.model_name or Path(checkpoint).resolve().name

@@ -162,7 +162,11 @@ def check_reference(directory: str, found: ModelConfig, policy: ModelConfig) -> 
             raise ConfigError(
                 f"{_KEY} is {directory}: it is an adapter, and the policy has none; merge it by penstock export"
             )
-        found.lora.checked(policy.lora, directory)
+        if name := found.lora.differs_from(policy.lora):
+            raise ConfigError(
+                f"{_KEY} is {directory}: its adapter's {name} is {getattr(found.lora, name)}, and model.lora.{name} "
+                f"{getattr(policy.lora, name)}; give model.lora that shape, or merge that adapter by penstock export"
+            )
     theirs, ours = (each.model_dump(mode="json", exclude=irrelevant) for each in (found, policy))
     differing = [f"{name} is {theirs[name]}, the policy's {ours[name]}" for name in ours if theirs[name] != ours[name]]
     if differing:

@@ -114,7 +114,7 @@ def examine_checkpoint(checkpoint: Path, config: DoctorConfig) -> list[Check]:
     free_bytes = _free_bytes()
     policy = config.model.policy(directory)
     shape = model_shape(policy)
-    length = min(config.inference.max_seq_len, shape.max_position_embeddings)
+    length = min(config.inference.max_seq_len, shape.longest_sequence)
     settings = config.inference.model_copy(update={"max_seq_len": length})
     estimated = sum(estimate_memory(shape, settings, config.learner, jax.default_backend() == "cpu").values())
     tokenizer = Tokenizer.load(policy.tokenizer_path, policy.chat_template_kwargs)

@@ -158,8 +158,12 @@ def base_bytes(model: ModelConfig) -> int:
 
 def moving_bytes(model: ModelConfig) -> int:
     """Of the parameters that each version has of its own."""
-    count = model.parameter_count if model.lora is None else _adapter_count(model)
-    return count * _DTYPE_BYTES[_trained_dtype(model)]
+    return moving_count(model) * _DTYPE_BYTES[_trained_dtype(model)]
+
+
+def moving_count(model: ModelConfig) -> int:
+    """Number of the parameters that each version has of its own."""
+    return model.parameter_count if model.lora is None else _adapter_count(model)
 
 
 def _engine_bytes(model: ModelConfig, engine: EngineConfig) -> int:

@@ -147,6 +147,9 @@ def test_shapes_are_refused_by_field():
         LoraConfig(targets=("lm_head",))
     with pytest.raises(ValueError, match=r"names no matrix: give some of q_proj"):
         LoraConfig(targets=())
+    for word in ("q_proj", "all"):
+        with pytest.raises(ValueError, match=f"targets\n.*is '{word}': give a list of some of q_proj, .*all-linear"):
+            LoraConfig.model_validate({"targets": word})
     assert LoraConfig(targets="all-linear").targets == tuple(MATRICES)
     assert LoraConfig(targets=("up_proj", "q_proj", "up_proj")).targets == ("q_proj", "up_proj")
     assert LoraConfig(rank=16, alpha=8, use_rslora=True).scale == 2.0

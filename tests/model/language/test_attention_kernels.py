@@ -228,6 +228,8 @@ def test_what_is_asked_for_is_taken():
         ("pallas", "gpu", {"dtype": "float32"}, 9.0, "its kernel multiplies float32 with fewer bits"),
         ("cudnn", "cpu", {}, None, "cuDNN is NVIDIA's, and this runs on a CPU"),
         ("cudnn", "tpu", {}, None, "cuDNN is NVIDIA's, and this runs on a TPU"),
+        ("pallas", "cpu", {"dtype": "float32"}, None, "it is for GPUs and TPUs, and this runs on a CPU"),
+        ("cudnn", "cpu", {"dtype": "float32"}, None, "cuDNN is NVIDIA's, and this runs on a CPU"),
         ("cudnn", "gpu", {"dtype": "float32"}, 9.0, "its kernel multiplies float32 with fewer bits"),
         ("cudnn", "gpu", {"sliding_window": 9}, 9.0, r"its kernel has no window, and layers .* have one \(9\)"),
         ("pallas", "gpu", {"head_dim": 264}, 9.0, "its kernel takes heads of up to 256 numbers, and these have 264"),

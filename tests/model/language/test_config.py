@@ -139,6 +139,17 @@ def test_yarn_s_factor_of_attention_is_worked_out(more, attention):
     assert (scaling.factor, scaling.original_max_position_embeddings, scaling.beta_fast) == (4.0, 512, 32.0)
 
 
+def test_yarn_s_sequences_may_be_as_long_as_it_stretches_the_context():
+    """Files that ask for it often leave `max_position_embeddings` at what the model was trained with."""
+    older = HUGGING_FACE | {"max_position_embeddings": 512, "rope_scaling": YARN}
+    assert ModelConfig.from_hugging_face(older).longest_sequence == 2048
+    assert ModelConfig.from_hugging_face(older | {"max_position_embeddings": 4096}).longest_sequence == 4096
+    assert ModelConfig.from_hugging_face(older | {"rope_scaling": None}).longest_sequence == 512
+    windowed = older | {"model_type": "mistral", "sliding_window": 512}
+    assert set(ModelConfig.from_hugging_face(windowed).windows) == {512}
+    assert set(ModelConfig.from_hugging_face(windowed | {"rope_scaling": None}).windows) == {None}
+
+
 def test_yarn_without_an_original_context_stretches_the_one_there_is():
     older = {"type": "yarn", "factor": 4.0}
     scaling = ModelConfig.from_hugging_face(HUGGING_FACE | {"rope_scaling": older}).rope_scaling
@@ -172,6 +183,15 @@ def test_yarn_without_an_original_context_stretches_the_one_there_is():
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0: Input should be greater than 0"),
         ({"rope_scaling": {"type": "yarn"}}, "yarn rope scaling: factor is None: it must be a number"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": "many"}}, "beta_fast is 'many'"),
+        ({"rope_scaling": YARN | {"mscale": 1, "mscale_all_dim": -10}}, "mscale_all_dim is -10: it must be positive"),
+        (
+            {"model_type": "mistral", "sliding_window": 8, "max_position_embeddings": None},
+            "max_position_embeddings is None: Input should be a valid integer",
+        ),
+        (
+            {"model_type": "gemma3_text", "sliding_window": None},
+            "sliding_window is None, and layer_types names layers that have a window",
+        ),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 64}}, "beta_fast must be greater"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor, high_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -76,3 +76,12 @@ def test_yarn_s_ramp_may_begin_and_end_within_a_pair(tiny_config):
     slow = (1 - first) / (last - first)
     assert 0 < slow < 1
     assert inverse_frequencies(config)[1] == pytest.approx(slow * 0.1 / 4 + (1 - slow) * 0.1)
+
+
+def test_yarn_leaves_layers_with_a_base_of_their_own_as_they_are(tiny_config):
+    scaling = YarnScaling(factor=4.0, original_max_position_embeddings=200, attention_factor=1.25)
+    gemma = tiny_config(head_dim=8, rope_scaling=scaling, rope_local_theta=100.0, sliding_window=16)
+    plain = tiny_config(head_dim=8, rope_theta=100.0)
+    found, expected = rotary_tables(gemma, jnp.arange(4), 16), rotary_tables(plain, jnp.arange(4))
+    np.testing.assert_array_equal(found, expected)  # neither slower nor, by YaRN's factor, longer
+    assert rotary_tables(gemma, jnp.arange(4))[0][0, 0] == 1.25

@@ -60,6 +60,18 @@ def refused(recipe: str, override: str) -> str:
         ("lora_alpha=8", "lora_alpha: did you mean model.lora.alpha?"),
         ("target_modules=q_proj", "target_modules: did you mean model.lora.targets?"),
         ("model.lora.lora_dropout=0.1", "model.lora.lora_dropout: adapters have no dropout; remove it"),
+        ("use_peft=true", "use_peft: did you mean model.lora?"),
+        (
+            "load_in_4bit=true",
+            "load_in_4bit: weights are never quantised (a language model takes least memory in bfloat16, beside an "
+            "adapter); remove it",
+        ),
+        ("attn_implementation=sdpa", "attn_implementation: did you mean learner.attention?"),
+        (
+            "learner.offload_optimizer=true",
+            "learner.offload_optimizer: did you mean learner.optimizer.offload (of an accelerator, to the host's "
+            "memory)?",
+        ),
         ("total_step=5", "total_step: did you mean steps (in updates)?"),
         ("learner.loss.kl_coef=0.1", "learner.loss.kl_coef: did you mean learner.kl.coefficient?"),
         ("algorithm.kl_ctrl.kl_coef=0.1", "algorithm.kl_ctrl.kl_coef: did you mean learner.kl.coefficient?"),

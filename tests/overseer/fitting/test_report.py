@@ -10,7 +10,7 @@ from rich.console import Console
 import penstock
 from penstock.model.language.config import ModelConfig
 from penstock.model.language.lora import LoraConfig
-from penstock.overseer.estimate import moving_bytes
+from penstock.overseer.estimate import moving_bytes, optimizer_state_bytes
 from penstock.overseer.fitting.chips import Chip
 from penstock.overseer.fitting.compiling import CompiledPart, Temporary
 from penstock.overseer.fitting.report import (
@@ -20,6 +20,7 @@ from penstock.overseer.fitting.report import (
     Remedy,
     StepWork,
     attention_flops,
+    causal_flops,
     host_bytes,
     layer_matrices,
     memory_parts,
@@ -175,6 +176,43 @@ def test_products_by_hand():
     assert phases["optimiser"].moved_bytes == MODEL.parameter_count * (2 * 8 + 4 + 8)
     kept = {phase.name: phase for phase in phases_of(config("learner.remat=none"), MODEL, 1, CHIP)}
     assert kept["gradient"].flops == phases["gradient"].flops - body
+
+
+def bytes_of(phase, model, *changes):
+    found = phases_of(config(*changes), model, model.parameter_count, CHIP)
+    return next(each.moved_bytes for each in found if each.name == phase)
+
+
+def test_an_optimiser_moves_the_state_that_it_has():
+    """AdamW's two moments of each parameter; Adafactor's rows and columns of each matrix."""
+    gradient_and_both_versions = MODEL.parameter_count * (4 + 8)
+    adamw = bytes_of("optimiser", MODEL) - gradient_and_both_versions
+    adafactor = bytes_of("optimiser", MODEL, "learner.optimizer.name=adafactor") - gradient_and_both_versions
+    assert adamw == 2 * 8 * MODEL.parameter_count
+    assert adafactor == 2 * optimizer_state_bytes(MODEL, config("learner.optimizer.name=adafactor").learner)
+    wide = LoraConfig(rank=2, dtype="float32")
+    beside = MODEL.model_copy(update={"dtype": "bfloat16"}).with_lora(wide, "model.lora")
+    count = beside.parameter_count - MODEL.parameter_count
+    found = phases_of(config(), beside, count, CHIP)
+    assert next(each.moved_bytes for each in found if each.name == "optimiser") == count * (2 * 8 + 4 + 2 * 4)
+
+
+def test_of_an_embedding_that_is_no_output_matrix_nothing_is_read():
+    apart = MODEL.model_copy(update={"tie_word_embeddings": False})
+    assert apart.parameter_count == MODEL.parameter_count + 100 * 16
+    for phase in ("prefill", "decode"):
+        assert bytes_of(phase, apart) == bytes_of(phase, MODEL)
+
+
+def test_layers_with_a_window_meet_no_more_keys_than_that():
+    """32 tokens: 512 pairs where all are seen; with a window of 8: 8 · (32 − 4)."""
+    changes = {"sliding_window": 8, "layer_types": ("sliding_attention", "full_attention", "sliding_attention")}
+    assert causal_flops(MODEL, 32) == 4 * 16 * 3 * 512
+    assert causal_flops(MODEL.model_copy(update=changes), 32) == 4 * 16 * (512 + 2 * 224)
+    long = ["inference.max_seq_len=128", "learner.attention=blocks"]
+    whole, cut = (phases_of(config(*long), each, 1, CHIP) for each in (MODEL, MODEL.model_copy(update=changes)))
+    less = causal_flops(MODEL, 128) - causal_flops(MODEL.model_copy(update=changes), 128)
+    assert whole[2].flops - cut[2].flops == 128 * 3 * less
 
 
 def test_an_adapter_s_base_has_no_gradient_of_its_own_and_does_not_travel():

@@ -151,7 +151,9 @@ def test_an_adapter_is_the_change_where_the_model_s_own_state_is_too_large(confi
     tried.clear()
     assert smallest_change(config, model, compiler, report).changes == ()
     found = smallest_change(config, model, compiler, report, adaptable=True)
-    assert "model.lora.rank=16" in found.changes and found.total_bytes <= compiler.chip.memory_bytes
+    assert "--lora 16" in found.changes and found.total_bytes <= compiler.chip.memory_bytes  # the recipe draws its own
+    loaded = penstock.load_config(config, {"model.init": None, "model.path": "somewhere"})
+    assert "model.lora.rank=16" in smallest_change(loaded, model, compiler, report, adaptable=True).changes
 
 
 def test_what_the_run_itself_would_refuse_is_no_remedy_and_no_error(config, as_estimated, monkeypatch):

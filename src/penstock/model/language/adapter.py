@@ -172,6 +172,10 @@ def read_adapter(directory: Path, config: ModelConfig, digest: str) -> dict[str,
                     "model.base, or put that back"
                 )
             return {name: jnp.asarray(_stacked(files, name, shape).astype(dtype)) for name, shape in shapes.items()}
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is missing: save the adapter in safetensors format (peft's save_pretrained does)"
+        ) from error
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 

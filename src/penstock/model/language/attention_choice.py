@@ -81,23 +81,23 @@ def check_attention(
         ConfigError: naming the reason and what to take instead.
     """
     reason = None
-    if choice in ("pallas", "cudnn") and model.dtype == "float32":
-        reason = "its kernel multiplies float32 with fewer bits; set model.dtype: bfloat16, or leave it at auto"
-    elif choice == "pallas" and platform == "cpu":
+    if choice == "pallas" and platform == "cpu":
         reason = "it is for GPUs and TPUs, and this runs on a CPU; leave it at auto"
+    elif choice == "cudnn" and platform != "gpu":
+        reason = f"cuDNN is NVIDIA's, and this runs on a {platform.upper()}; leave it at auto"
+    elif choice in ("pallas", "cudnn") and model.dtype == "float32":
+        reason = "its kernel multiplies float32 with fewer bits; set model.dtype: bfloat16, or leave it at auto"
     elif choice == "pallas" and platform == "gpu" and model.head_dim > LONGEST_HEAD:
         reason = f"its kernel takes heads of up to {LONGEST_HEAD} numbers, and these have {model.head_dim}; take auto"
     elif model.shortest_window is not None and choice == "cudnn":
         reason = f"its kernel has no window, and layers of this model have one ({model.shortest_window}); take auto"
     elif choice == "cudnn":
-        reason = _refusal_of_cudnn(platform, model, capability)
+        reason = _refusal_of_cudnn(model, capability)
     if reason is not None:
         raise ConfigError(f"learner.attention is {choice}: {reason}")
 
 
-def _refusal_of_cudnn(platform: Platform, model: ModelConfig, capability: float | None) -> str | None:
-    if platform != "gpu":
-        return f"cuDNN is NVIDIA's, and this runs on a {platform.upper()}; leave it at auto"
+def _refusal_of_cudnn(model: ModelConfig, capability: float | None) -> str | None:
     if model.head_dim > LONGEST_HEAD or model.head_dim % 8:
         return f"heads of {model.head_dim} are not a multiple of 8 up to {LONGEST_HEAD}; leave it at auto"
     if capability is not None and capability < 9.0:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from penstock.model.json_files import read_json
 from penstock.model.language.config_file import MOST_LAYERS, REPLACED_KEYS, read_config, write_config
-from penstock.model.language.lora import CONFIG_FILE, LoraConfig, base_directory, is_adapter, read_adapter_config
+from penstock.model.language.lora import LoraConfig, base_directory, is_adapter, read_adapter_config
 from penstock.types.errors import ConfigError
 
 ModelType = Literal["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text"]
@@ -185,6 +185,17 @@ class ModelConfig(_Frozen):
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in types)
 
     @property
+    def longest_sequence(self) -> int:
+        """Tokens that it is meant for: its positions, or what YaRN stretches its first context to, where that is more.
+
+        Files that ask for YaRN often leave `max_position_embeddings` at what the model was trained with.
+        """
+        scaling = self.rope_scaling
+        if not isinstance(scaling, YarnScaling):
+            return self.max_position_embeddings
+        return max(self.max_position_embeddings, int(scaling.factor * scaling.original_max_position_embeddings))
+
+    @property
     def query_size(self) -> int:
         """Width of all query heads together."""
         return self.num_attention_heads * self.head_dim
@@ -255,19 +266,20 @@ class ModelConfig(_Frozen):
         outer = (name for name in self.parameter_shapes() if not name.startswith(("layers.", ADAPTER)))
         return (*outer, "layers.*")
 
-    def with_lora(self, lora: LoraConfig, source: str, base: str = "") -> "ModelConfig":
+    def with_lora(self, lora: LoraConfig, source: str | None, base: str = "") -> "ModelConfig":
         """The same model with an adapter.
 
         Args:
             lora: The shape of the adapter.
-            source: Where it is asked for, for errors.
+            source: Where it is asked for, for errors; None: it is there already, whatever its rank.
             base: Path of this model's directory.
 
         Raises:
             ConfigError: a matrix is smaller than the rank.
         """
         shapes = self.model_copy(update={"lora": None}).parameter_shapes()
-        lora.check_fits({name: shapes[f"layers.{name}"] for name in lora.matrices}, source)
+        if source is not None:
+            lora.check_fits({name: shapes[f"layers.{name}"] for name in lora.matrices}, source)
         return self.model_copy(update={"lora": lora.in_dtype(self.dtype), "base": base})
 
     @property
@@ -507,7 +519,7 @@ def read_shape(
     below, source = Path(directory), "model.lora"
     if is_adapter(directory):
         found, named = read_adapter_config(directory)
-        below, source = base_directory(directory, named, base), str(below / CONFIG_FILE)
+        below, source = base_directory(directory, named, base), None
         lora = found.checked(lora, str(directory))
     elif base is not None:
         raise ConfigError(f"model.base is {base!r}, but {directory} is no adapter: leave it out")

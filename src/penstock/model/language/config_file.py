@@ -96,7 +96,7 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "max_position_embeddings": config.get("max_position_embeddings", _MAX_POSITIONS),
-        **_read_windows(config),
+        **_read_windows(config, scaling),
         "query_pre_attn_scalar": config.get("query_pre_attn_scalar"),
     }
 
@@ -151,12 +151,13 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ConfigError("config.json: quantization_config is set: load the weights unquantised")
 
 
-def _read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_windows(config: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> dict[str, Any]:
     """Fields of attention windows; a window that never cuts is none."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     positions = config.get("max_position_embeddings", _MAX_POSITIONS)
     if config["model_type"] != "gemma3_text":
-        if window is None or window >= positions:
+        never_cuts = window is None or positions is None or window >= positions  # no positions: refused later
+        if window is None or (never_cuts and "attention_factor" not in (scaling or {})):  # YaRN's sequences are longer
             return {}
         if config["model_type"] in _WINDOWED:
             return {"sliding_window": window}
@@ -171,6 +172,8 @@ def _read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"config.json: sliding_window_pattern is {shown(pattern)}: it must be at least 1")
     if kinds is None and isinstance(depth, int) and depth <= MOST_LAYERS:
         kinds = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(depth)]
+    if window is None and "sliding_attention" in (kinds or ()):
+        raise ConfigError("config.json: sliding_window is None, and layer_types names layers that have a window")
     local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
     theta = local.get("rope_theta", config["rope_local_base_freq"])
     if local.get("rope_type", "default") != "default":
@@ -234,7 +237,12 @@ def _read_yarn(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict
     attention = parameters.get("attention_factor")
     if attention is None:
         own, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-        attention = scale(own) / scale(all_dim) if own and all_dim else scale(1.0)
+        below = scale(all_dim) if own and all_dim else 1.0
+        if not below > 0:
+            raise ConfigError(
+                f"config.json: yarn rope scaling: mscale_all_dim is {shown(all_dim)}: it must be positive"
+            )
+        attention = (scale(own) if own and all_dim else scale(1.0)) / below
     return {
         "factor": factor,
         "original_max_position_embeddings": _or_else(original, config.get("max_position_embeddings", _MAX_POSITIONS)),

@@ -54,10 +54,9 @@ def inverse_frequencies(config: ModelConfig, window: int | None = None) -> np.nd
         config: Base and scaling.
         window: Of the layer: one with a window may have a base of its own, which is not scaled.
     """
-    local = None if window is None else config.rope_local_theta
+    theta, scaling = _local_theta(config, window) or config.rope_theta, _scaling(config, window)
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies = (1.0 / np.float32(local or config.rope_theta) ** exponents).astype(np.float32)
-    scaling = None if local else config.rope_scaling
+    frequencies = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
     if isinstance(scaling, YarnScaling):
         return _interpolate(frequencies, scaling, config.rope_theta)
     return frequencies if scaling is None else _stretch(frequencies, scaling)
@@ -95,10 +94,17 @@ def rotary_tables(
 ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
     """Cosines and sines of the angles at these positions, float32, half = head_dim / 2; YaRN's are longer than one."""
     angles = position_ids[..., None].astype(jnp.float32) * inverse_frequencies(config, window)
-    if isinstance(config.rope_scaling, YarnScaling):
-        length = config.rope_scaling.attention_factor
-        return length * jnp.cos(angles), length * jnp.sin(angles)
-    return jnp.cos(angles), jnp.sin(angles)
+    scaling = _scaling(config, window)
+    length = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
+    return length * jnp.cos(angles), length * jnp.sin(angles)
+
+
+def _local_theta(config: ModelConfig, window: int | None) -> float | None:
+    return None if window is None else config.rope_local_theta
+
+
+def _scaling(config: ModelConfig, window: int | None) -> RopeScaling | YarnScaling | None:
+    return None if _local_theta(config, window) else config.rope_scaling
 
 
 def rotate(

@@ -57,6 +57,8 @@ class LoraConfig(BaseModel):
     @field_validator("targets", mode="before")
     @classmethod
     def _all(cls, value: Any) -> Any:
+        if isinstance(value, str) and value != ALL_LINEAR:
+            raise ValueError(f"is {value!r}: give a list of some of {', '.join(MATRICES)}, or {ALL_LINEAR} for all")
         return tuple(MATRICES) if value == ALL_LINEAR else value
 
     @field_validator("targets")
@@ -92,14 +94,18 @@ class LoraConfig(BaseModel):
         """
         if asked is None:
             return self
-        for name in ("rank", "alpha", "targets", "use_rslora"):
-            theirs, ours = getattr(self, name), getattr(asked, name)
-            if theirs != ours:
-                raise ConfigError(
-                    f"model.lora.{name} is {ours}, and the adapter in {directory} has {theirs}: leave model.lora out "
-                    "to go on training that adapter, or name its base to begin another"
-                )
+        if name := self.differs_from(asked):
+            raise ConfigError(
+                f"model.lora.{name} is {getattr(asked, name)}, and the adapter in {directory} has "
+                f"{getattr(self, name)}: leave model.lora out to go on training that adapter, or name its base to "
+                "begin another"
+            )
         return asked
+
+    def differs_from(self, other: "LoraConfig") -> str | None:
+        """The first key by which the two compute something else; None: they have one shape."""
+        keys = ("rank", "alpha", "targets", "use_rslora")
+        return next((name for name in keys if getattr(self, name) != getattr(other, name)), None)
 
     def check_fits(self, sizes: Mapping[str, tuple[int, ...]], source: str) -> None:
         """Refuses a rank that a matrix does not have.
@@ -150,7 +156,8 @@ def read_adapter_config(directory: str | Path) -> tuple[LoraConfig, str]:
     except ValidationError as error:
         first = error.errors()[0]
         name = _OUTER.get(str(first["loc"][0]), first["loc"][0])
-        raise ConfigError(f"{path}: {name} has {reprlib.repr(first['input'])}: {first['msg']}") from error
+        remedy = f": {_OTHER_MATRIX}" if name == "target_modules" and first["type"] == "literal_error" else ""
+        raise ConfigError(f"{path}: {name} has {reprlib.repr(first['input'])}: {first['msg']}{remedy}") from error
     base = content.get("base_model_name_or_path")
     return config, base if isinstance(base, str) else ""
 
@@ -158,6 +165,7 @@ def read_adapter_config(directory: str | Path) -> tuple[LoraConfig, str]:
 _OUTER = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
 _LAYERWISE = "all layers must have the same adapter: train it so, or merge it by peft's merge_and_unload"
 _OTHER = "that is another adapter than x W + s (x A) B: merge it by peft's merge_and_unload, and give the merged model"
+_OTHER_MATRIX = "merge it by peft's merge_and_unload, and give the merged model"
 _CHANGED_BASE = "that changes the base, too: save it with peft's path_initial_model_for_weight_conversion"
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"), ((), _LAYERWISE)),

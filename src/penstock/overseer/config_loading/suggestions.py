@@ -147,7 +147,20 @@ _NAMES = (
     _Name("r lora_r lora_rank", ("model.lora.rank",), absent="only language runs have adapters"),
     _Name("lora_alpha", ("model.lora.alpha",), absent="only language runs have adapters"),
     _Name("target_modules lora_target_modules", ("model.lora.targets",), absent="only language runs have adapters"),
+    _Name("use_peft peft_config lora_config", ("model.lora",), absent="only language runs have adapters"),
     _Name("lora_dropout", absent="adapters have no dropout"),
+    _Name(
+        "load_in_4bit load_in_8bit quantization quantization_config bnb_4bit_compute_dtype",
+        absent="weights are never quantised (a language model takes least memory in bfloat16, beside an adapter)",
+    ),
+    _Name(
+        "attn_implementation use_flash_attention flash_attention use_flash_attn", ("learner.attention",),
+        absent="policies of simulators attend to nothing",
+    ),
+    _Name(
+        "optimizer_offload offload_optimizer cpu_offload param_offload", ("learner.optimizer.offload",),
+        absent="nothing is offloaded here", hint="of an accelerator, to the host's memory",
+    ),
     _Name("use_dora modules_to_save", absent="adapters are of matrices alone, without magnitudes"),
     _Name("tokenizer_name_or_path tokenizer_name", ("model.tokenizer",)),
     _Name("save_steps save_freq save_interval", ("overseer.checkpoint_every",), hint="in updates"),

@@ -32,6 +32,8 @@ from penstock.overseer.estimate import (
     bytes_text,
     kv_cache_bytes,
     moving_bytes,
+    moving_count,
+    optimizer_state_bytes,
     reference_bytes,
 )
 from penstock.overseer.fitting.chips import CUDA_FRACTION, Chip
@@ -113,16 +115,15 @@ def phases_of(config: RunConfig, model: ModelConfig, trained: int, chip: Chip) -
         chip: Whose rates of products (FLOP/s) and memory (bytes/s) are taken.
     """
     work, learner, width = StepWork.of(config), config.learner, 2 if model.dtype == "bfloat16" else 4
-    parameters, matrices = model.parameter_count * width, layer_matrices(model)
+    parameters, matrices = parameters_read(model) * width, layer_matrices(model)
     length, tokens = work.prompt_tokens, work.prompts * work.prompt_tokens
     prefills = ceil(work.prompts / config.inference.prefill_row_counts(max(length - 1, 1))[-1])
     entry, platform = kv_cache_bytes(model, 1, 1), platform_named(chip.platform)
     dense = attention_kernel("auto", platform, length, model.dtype, model.head_dim) == "dense"
-    keys = length if dense else length / 2
+    attention = attention_flops(model, length, length) if dense else causal_flops(model, length)
     made: list[tuple[str, float, float]] = [
-        ("prefill", 2 * matrices * tokens + work.prompts * attention_flops(model, length, keys),
-         prefills * parameters + tokens * entry),
-    ]  # fmt: skip
+        ("prefill", 2 * matrices * tokens + work.prompts * attention, prefills * parameters + tokens * entry),
+    ]
     answered, steps = work.sequences * work.answer_tokens, ceil(work.sequences / config.inference.max_slots)
     steps *= work.answer_tokens
     seen = work.prompt_tokens + work.answer_tokens / 2
@@ -131,8 +132,9 @@ def phases_of(config: RunConfig, model: ModelConfig, trained: int, chip: Chip) -
     made.append(("decode", answered * per_token, steps * parameters + answered * seen * entry))
     kernel = attention_kernel(learner.attention, platform, learner.row_length, model.dtype, model.head_dim)
     made.append(_gradient(model, learner, work, trained, width, kernel))
-    state = trained * (4 * 2 + (4 if width == 2 else 0))
-    applied = learner.optimizer_steps * (2 * state + trained * (4 + 2 * width))
+    own = moving_bytes(model) // moving_count(model)
+    state = optimizer_state_bytes(model, learner) + trained * (4 if own == 2 else 0)
+    applied = learner.optimizer_steps * (2 * state + trained * (4 + 2 * own))
     made.append(("optimiser", 12.0 * trained * learner.optimizer_steps, applied))
     made.append(("hand-over", 0.0, 2 * moving_bytes(model)))
     return [Phase.of(name, flops, moved, chip, model.dtype) for name, flops, moved in made]
@@ -144,9 +146,20 @@ def layer_matrices(model: ModelConfig) -> int:
     return model.num_hidden_layers * (per_layer + 3 * model.hidden_size * model.intermediate_size)
 
 
+def parameters_read(model: ModelConfig) -> int:
+    """Parameters that a forward pass reads: of an embedding that is no output matrix next to none."""
+    return model.parameter_count - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size)
+
+
 def attention_flops(model: ModelConfig, queries: int, keys: float) -> float:
     """Of all layers' scores and weighted sums."""
     return 4.0 * model.num_hidden_layers * model.query_size * queries * keys
+
+
+def causal_flops(model: ModelConfig, length: int) -> float:
+    """Of all layers where the queries of a sequence meet no other keys than they see: half, or fewer by a window."""
+    windows = [length if window is None else min(window, length) for window in model.windows]
+    return 4.0 * model.query_size * sum(window * (length - window / 2) for window in windows)
 
 
 def _gradient(
@@ -157,7 +170,7 @@ def _gradient(
     per_row = max(length // work.sequence_tokens, 1)
     micro_batches = ceil(ceil(work.sequences / per_row) / rows) * learner.epochs
     tokens = micro_batches * rows * length
-    attention = work.sequences * learner.epochs * attention_flops(model, work.sequence_tokens, work.sequence_tokens / 2)
+    attention = work.sequences * learner.epochs * causal_flops(model, work.sequence_tokens)
     if kernel == "dense":  # every query by every key of its row
         attention = micro_batches * rows * attention_flops(model, length, length)
     products = 2.0 * layer_matrices(model) * tokens
@@ -167,7 +180,7 @@ def _gradient(
     more = int(learner.recomputes_proximal) + int(learner.reads_reference)
     flops = passes * products + (3 + attends_again(learner.remat, kernel)) * attention + (3 - int(still)) * head
     flops += more * (products + attention + head) / learner.epochs
-    read = (passes - 1 + more) * model.parameter_count * width
+    read = (passes - 1 + more) * parameters_read(model) * width
     return "gradient", flops, micro_batches * (read + 2 * 4 * trained)
 
 

@@ -268,8 +268,7 @@ def smallest_change(
         except ConfigError:  # such as rates of arrays that do not train beside an adapter, whose run would be refused
             return None
         ratios.append(tried.total_bytes / estimated(run, changed))
-        words = tuple(f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in change.items())
-        return Remedy(words, tried.total_bytes) if tried.fits else None
+        return Remedy(_words(change, config), tried.total_bytes) if tried.fits else None
 
     ratios = [report.total_bytes / estimated(config, model)]  # what compilers allot by what the formulas say
     put_off: list[tuple[Change, RunConfig, ModelConfig]] = []
@@ -288,6 +287,15 @@ def smallest_change(
         if likely and (smaller := attempt(change, run, changed)) is not None:
             return smaller
     return found or Remedy((), 0)
+
+
+def _words(change: Change, config: RunConfig) -> tuple[str, ...]:
+    """As they are written behind `penstock fit`: beside the model that a recipe draws `model.lora` would be refused."""
+    rank = "--lora " if config.model.directory is None else f"{ADAPTER_KEY}="
+    return tuple(
+        (rank if key == ADAPTER_KEY else f"{key}=") + json.dumps(value, separators=(",", ":"))
+        for key, value in change.items()
+    )
 
 
 @dataclass(frozen=True)
