@@ -86,6 +86,11 @@ class AnswerForm:
     ids_as_tokens: bool = False
     tools: int = 0
 
+    @property
+    def prompts_at(self) -> str:
+        """The parameter that a request has its prompts in."""
+        return "messages" if self.chat else "prompt"
+
     def answer(
         self, groups: Sequence[Sequence[Completion]], prompts: Sequence[PromptForm] | None = None
     ) -> dict[str, Any]:

@@ -297,7 +297,7 @@ class Api:
             return await self._streamed(requests, form, prompts, body.stream_options or StreamOptions(), futures)
         if futures is None:
             futures = await self._submit(requests, form)
-        groups = _complete(await _wait(request, futures, self._engine.config.request_timeout_s))
+        groups = _complete(await _wait(request, futures, self._engine.config.request_timeout_s, form.prompts_at))
         return await self.work(lambda: _response(form.answer(groups, prompts)))
 
     async def _streamed(
@@ -318,7 +318,7 @@ class Api:
             futures = await self._submit(watched, form)
         n, counts = requests[0].n, (options.include_usage, options.continuous_usage_stats)
         stream = AnswerStream(form, prompts, n, *counts)
-        events = _events(stream, futures, dispatches, self._engine.config.request_timeout_s)
+        events = _events(stream, futures, dispatches, self._engine.config.request_timeout_s, form.prompts_at)
         return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     async def tokenize(self, request: Request) -> Response:
@@ -401,17 +401,17 @@ class Api:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, False)
 
     async def _submit(self, requests: list[GenerationRequest], form: AnswerForm) -> "list[Future[list[Completion]]]":
-        with _engines_errors("messages" if form.chat else "prompt"):
+        with _engines_errors(form.prompts_at):
             return await run_in_threadpool(self._engine.submit, requests)
 
 
 @contextmanager
-def _engines_errors(param: str | None = None) -> Iterator[None]:
-    """What the engine raises, as the API says it; `param` is where prompts stand."""
+def _engines_errors(prompts_at: str | None = None) -> Iterator[None]:
+    """What the engine raises, as the API says it."""
     try:
         yield
     except EnvironmentFailure as error:
-        raise prompt_error(error, param) from error
+        raise prompt_error(error, prompts_at) from error
     except ConfigError as error:
         raise ApiError(400, str(error), code="invalid_value") from error
     except (NoProgressError, RunFailed, Stopped) as error:
@@ -512,6 +512,7 @@ async def _events(
     futures: "Sequence[Future[list[Completion]]]",
     dispatches: "asyncio.Queue[tuple[int, Sampled] | None]",
     timeout_s: float,
+    prompts_at: str,
 ) -> AsyncIterator[bytes]:
     """A streamed answer; where the client leaves, the futures are cancelled, and the slots are free."""
     whole = asyncio.wrap_future(_gathered(futures))
@@ -524,7 +525,7 @@ async def _events(
         while (dispatched := await asyncio.wait_for(dispatches.get(), limit - loop.time())) is not None:
             if told := stream.add(*dispatched):
                 yield told
-        with _engines_errors():
+        with _engines_errors(prompts_at):
             groups = _complete(whole.result())
         for told in stream.end(groups):
             yield told
@@ -545,14 +546,16 @@ def _complete(groups: list[list[Completion]]) -> list[list[Completion]]:
     return groups
 
 
-async def _wait(request: Request, futures: Sequence["Future[_Result]"], timeout_s: float) -> list[_Result]:
+async def _wait(
+    request: Request, futures: Sequence["Future[_Result]"], timeout_s: float, prompts_at: str | None = None
+) -> list[_Result]:
     """Awaits the engine; the futures are cancelled when the client leaves or the time is over."""
     answer = asyncio.wrap_future(_gathered(futures))
     departure = asyncio.ensure_future(_departed(request))
     try:
         await asyncio.wait({answer, departure}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
-            with _engines_errors():
+            with _engines_errors(prompts_at):
                 return answer.result()
         if departure.done():
             raise ApiError(499, "the client closed the connection")
