@@ -349,8 +349,10 @@ def test_what_the_policy_fails_with_is_not_the_agents_fault(served):
 def test_a_prompt_that_is_too_long_is_told_to_the_agent(served):
     def agent(url, key, example):
         with agents.client(url, key) as client:
-            with pytest.raises(openai.BadRequestError, match="leaves no room|than 4096 tokens"):
-                client.completions.create(model="m", prompt="x" * 5000)
+            for stream in (False, True):
+                with pytest.raises(openai.BadRequestError, match="leaves no room") as refused:
+                    client.completions.create(model="m", prompt="x" * 5000, stream=stream)
+                assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
             return float(client.completions.create(model="m", prompt="x").choices[0].text)
 
     (rollout,), metrics = play(served(["42"]), Asked(agent))

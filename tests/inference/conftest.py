@@ -10,7 +10,7 @@ import pytest
 
 from penstock.inference import EngineConfig, InferenceEngine
 from penstock.model.language import Decoder, ModelConfig
-from penstock.types import EnvironmentFailure, Message, WeightVersion
+from penstock.types import Message, PromptTooLong, WeightVersion
 
 STOP_TIMEOUT_S = 280.0
 READY_TIMEOUT_S = 280.0
@@ -41,7 +41,7 @@ class ByteCodec:
     ) -> np.ndarray:
         text = self.render_text(prompt, chat_template_kwargs, continue_final)
         if max_tokens is not None and len(text.encode()) > max_tokens:
-            raise EnvironmentFailure(f"prompt has {len(text.encode())} bytes, more than {max_tokens} tokens can hold")
+            raise PromptTooLong(f"prompt has {len(text.encode())} bytes, more than {max_tokens} tokens can hold")
         return self.encode(text)
 
     def render_text(

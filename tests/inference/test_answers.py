@@ -87,7 +87,7 @@ def test_calls_are_told_alike_whole_and_in_pieces(text, before, calls):
     ]
     assert (choice["message"]["content"] or "", found) == (before, calls)
     assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
-    told = [event["choices"][0] for event in events(AnswerStream(form, [PromptForm()], False), text.encode())]
+    told = [event["choices"][0] for event in events(AnswerStream(form, [PromptForm()]), text.encode())]
     deltas = [each["delta"] for each in told]
     assert "".join(delta.get("content") or "" for delta in deltas) == before
     streamed = [call for delta in deltas for call in delta.get("tool_calls", [])]
@@ -133,6 +133,32 @@ def test_a_streamed_completion_is_the_whole_one(client):
         assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [choice.finish_reason]
         numbers = [number for part in parts if part.logprobs for number in part.logprobs.token_logprobs]
         assert numbers == choice.logprobs.token_logprobs
+
+
+def test_streams_tell_the_tokens_of_their_prompts_once(client):
+    asked = {"model": "tiny", "max_tokens": 9, "n": 2, "stream": True, "extra_body": {"return_token_ids": True}}
+    chunks = client.completions.create(prompt=["hello", "you"], **asked)
+    told = [(c.index, c.prompt_token_ids) for chunk in chunks for c in chunk.choices if hasattr(c, "prompt_token_ids")]
+    prompts = [list(b"hello")] * 2 + [list(b"you")] * 2
+    assert sorted(told) == list(enumerate(prompts))
+    chunks = list(client.chat.completions.create(messages=[{"role": "user", "content": "hi"}], **asked))
+    told = [chunk.prompt_token_ids for chunk in chunks if hasattr(chunk, "prompt_token_ids")]
+    assert told == [list(b"user: hi\n")] and hasattr(chunks[0], "prompt_token_ids")
+    asked["extra_body"] = {}
+    assert not any(hasattr(chunk, "prompt_token_ids") for chunk in client.chat.completions.create(
+        messages=[{"role": "user", "content": "hi"}], **asked))  # fmt: skip
+
+
+def test_a_stream_counts_tokens_with_every_event_where_it_is_asked_to(client):
+    asked = {"model": "tiny", "prompt": ["hello", "you"], "n": 2, "max_tokens": 30, "seed": 4, "stream": True}
+    options = {"include_usage": True, "include_obfuscation": False}
+    *chunks, last = client.completions.create(**asked, stream_options=options)
+    assert all(chunk.to_dict()["usage"] is None for chunk in chunks) and last.usage.prompt_tokens == 8
+    *chunks, last = client.completions.create(**asked, stream_options=options | {"continuous_usage_stats": True})
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and 0 < counts[0] < counts[-1] == last.usage.completion_tokens
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {8}
+    assert all("usage" not in chunk.to_dict() for chunk in client.completions.create(**asked))
 
 
 def test_a_streamed_conversation(client):

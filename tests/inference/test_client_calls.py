@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from penstock.inference import HttpServer, create_app
+from penstock.text import Tokenizer
 
 WAIT_S = 280.0
 CALCULATE = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -114,7 +115,8 @@ def test_models_health_and_tokenize(client, raw):
     (model,) = client.models.list().data
     assert (model.id, model.object, model.max_model_len) == ("tiny", "model", 64)
     assert raw.get("/health").status_code == raw.get("/ready").status_code == 200
-    assert raw.post("/tokenize", json={"prompt": "go"}).json()["tokens"] == list(b"go")
+    asked = {"prompt": "go", "return_token_strs": False}
+    assert raw.post("/tokenize", json=asked).json()["tokens"] == list(b"go")
     asked = {"model": "tiny", "messages": [USER], "add_generation_prompt": True}
     assert raw.post("/tokenize", json=asked).json()["count"] == len(b"user: hi\n")
 
@@ -252,7 +254,7 @@ NEUTRAL = [
     {"ignore_eos": False}, {"skip_special_tokens": True}, {"length_penalty": 1.0}, {"prompt_logprobs": None},
     {"return_token_ids": True, "top_k": -1, "min_p": 0.0}, {"n": None, "stream": None, "stop": None, "seed": None},
     {"verbosity": None, "include_reasoning": True, "return_prompt_text": False, "return_token_offsets": False},
-    {"routed_experts_prompt_start": 0},
+    {"routed_experts_prompt_start": 0}, {"prompt_cache_key": "a", "prompt_cache_retention": "24h"},
     {"presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}}, {"response_format": {"type": "text"}},
 ]  # fmt: skip
 
@@ -358,8 +360,25 @@ def test_what_cannot_be_done_is_refused_by_name(client, call, body, param):
     assert refused.value.type == "invalid_request_error" and refused.value.code
 
 
+LONG = {"role": "user", "content": "x" * 70}
+
+
+@pytest.mark.parametrize(
+    ("call", "body", "param"),
+    [(complete, {"prompt": "x" * 64}, "prompt"), (complete, {"prompt": [5] * 65}, "prompt"),
+     (complete, {"prompt": "x" * 64, "stream": True}, "prompt"), (chat, {"messages": [LONG]}, "messages"),
+     (chat, {"messages": [USER | {"content": "x" * 58}], "stream": True}, "messages")],
+    ids=["a text", "tokens", "a stream", "a conversation", "a conversation whose answer has no room"],
+)  # fmt: skip
+def test_a_prompt_that_is_too_long_is_known_by_openais_code(client, call, body, param):
+    """Agents cut the conversation short by it; LangChain looks for the code, LiteLLM for words."""
+    with pytest.raises(openai.BadRequestError) as refused:
+        call(client, **body)
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", param)
+
+
 def test_a_prompt_that_is_too_long_and_an_unknown_model(client, raw):
-    with pytest.raises(openai.BadRequestError, match="leaves no room"):
+    with pytest.raises(openai.BadRequestError, match="prompt is too long: it has 64 tokens, which leaves no room"):
         complete(client, prompt="x" * 64)
     with pytest.raises(openai.NotFoundError, match="model 'gpt-4' does not exist"):
         chat(client, model="gpt-4")
@@ -388,3 +407,22 @@ def test_what_is_wrong_is_said_of_the_part_that_is_wrong(raw, path, body, said):
 def test_routes_that_are_not_there(raw, path, body):
     answer = raw.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
     assert answer.status_code == 404 and set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "param", "said"),
+    [({"tools": [CALCULATE]}, "tools", "the policy would not see them"),
+     ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "takes no 'enable_thinking'"),
+     ({"messages": [USER | {"role": 7}]}, "messages", "valid string")],
+    ids=["tools", "a switch", "messages"],
+)  # fmt: skip
+def test_what_a_template_does_not_read_is_refused_under_the_name_of_the_request(served_engine, extra, param, said):
+    server = HttpServer(create_app(served_engine, Tokenizer.load("penstock"), "tiny"))
+    server.start()
+    try:
+        body = {"model": "tiny", "messages": [USER], "max_tokens": 1} | extra
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=WAIT_S)
+    finally:
+        server.stop()
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert said in answer.json()["error"]["message"] and answer.json()["error"]["code"] == "invalid_value"

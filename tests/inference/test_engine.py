@@ -190,7 +190,7 @@ def test_the_response_is_clipped_to_the_room_that_the_prompt_leaves(engine):
 
 
 def test_an_invalid_request_refuses_the_whole_submission(engine):
-    with pytest.raises(EnvironmentFailure, match="prompt has 64 tokens, which leaves no room"):
+    with pytest.raises(EnvironmentFailure, match="it has 64 tokens, which leaves no room"):
         engine.submit([request(), request(prompt=[65] * 64)])
     with pytest.raises(ConfigError, match="top_p is 2"):
         engine.submit([request(), request(top_p=2.0)])

@@ -143,8 +143,8 @@ def completion(**fields):
 @pytest.mark.parametrize(
     ("given", "param", "said"),
     [
-        (completion(prompt=[1] * 65), "prompt", "prompt has 65 tokens, which leaves no room"),
-        (completion(prompt=[[1], [1] * 65]), "prompt", "prompt has 65 tokens, which leaves no room"),
+        (completion(prompt=[1] * 65), "prompt", "it has 65 tokens, which leaves no room"),
+        (completion(prompt=[[1], [1] * 65]), "prompt", "it has 65 tokens, which leaves no room"),
         (completion(prompt=["a"] * 4097), "prompt", "prompt has 4097 entries: give at most 4096"),
         (completion(prompt=[{}] * 4096), "prompt", "prompt.list[str].0: Input should be a valid string"),
         (completion(stop=["a"] * 65), "stop", "stop has 65 entries: give at most 64"),

@@ -21,7 +21,7 @@ def test_what_fits_is_accepted():
     ("prompt", "message"),
     [
         ([], "prompt is empty"),
-        ([1] * 8, "prompt has 8 tokens, which leaves no room .* max_seq_len = 8"),
+        ([1] * 8, "it has 8 tokens, which leaves no room .* max_seq_len = 8"),
         ([1, 10], "token id 10, but the model's vocabulary has 10"),
         ([-1, 1], "token id -1"),
     ],

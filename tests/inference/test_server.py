@@ -246,12 +246,12 @@ def test_tokenize_and_health(raw):
         ({"logprobs": 21}, 400, "logprobs", "less than or equal to 20"),
         ({"prompt_logprobs": -1}, 400, "prompt_logprobs", "greater than or equal to 0"),
         ({"prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs", "is not told by streams"),
-        ({"prompt": "x" * 65, "echo": True, "logprobs": 1, "max_tokens": 0}, 400, None, "more than 64 tokens"),
-        ({"prompt": "x" * 64}, 400, None, "leaves no room"),
+        ({"prompt": "x" * 65, "echo": True, "logprobs": 1, "max_tokens": 0}, 400, "prompt", "more than 64 tokens"),
+        ({"prompt": "x" * 64}, 400, "prompt", "leaves no room"),
         ({"prompt": []}, 400, "prompt", "at least one"),
         ({"prompt": [1 << 40]}, 400, "prompt", "32 bits"),
-        ({"prompt": [300]}, 400, None, "token id 300"),
-        ({"prompt": ""}, 400, None, "prompt is empty"),
+        ({"prompt": [300]}, 400, "prompt", "token id 300"),
+        ({"prompt": ""}, 400, "prompt", "prompt is empty"),
         ({"model": "other"}, 404, "model", "does not exist"),
     ],
 )
@@ -464,7 +464,8 @@ def test_a_trainer_drives_a_server_by_the_routes_of_vllm(driven, make_decoder):
     ("path", "body", "status", "said"),
     [
         ("/pause?mode=sleep", {}, 400, "mode is 'sleep'"),
-        ("/pause?mode=keep&clear_cache=maybe", {}, 400, "clear_cache 'maybe'"),
+        ("/pause?mode=keep&clear_cache=maybe", {}, 400, "clear_cache is 'maybe'"),
+        ("/collective_rpc", RELOAD | {"args": [1]}, 400, "args: List should have at most 0 items"),
         ("/collective_rpc", {"method": "shutdown"}, 400, "method must be reload_weights"),
         ("/collective_rpc", RELOAD | {"kwargs": {}}, 400, "kwargs.weights_path"),
         ("/collective_rpc", RELOAD | {"kwargs": {"weights_path": "/nowhere"}}, 400, "no config.json"),
@@ -484,6 +485,14 @@ def test_what_a_trainer_says_wrongly_changes_nothing(driven, path, body, status,
     answer = driven.post(path, json=body)
     assert answer.status_code == status and said in answer.json()["error"]["message"]
     assert driven.get("/weight_info").json() == {"weight_version": "0-0"} and not driven.engine.paused
+
+
+@pytest.mark.parametrize(("written", "cleared"), [("True", True), ("1", True), ("False", False), ("off", False)])
+def test_a_pause_reads_truth_as_the_clients_of_vllm_write_it(driven, monkeypatch, written, cleared):
+    asked = []
+    monkeypatch.setattr(driven.engine, "pause", lambda mode, clear_cache, timeout_s: asked.append((mode, clear_cache)))
+    assert driven.post("/pause", params={"mode": "wait", "clear_cache": written}).status_code == 200
+    assert asked == [("wait", cleared)]
 
 
 @pytest.mark.attack

@@ -14,7 +14,7 @@ from penstock.inference.server_pool import (
     ServerFault,
     result_of,
 )
-from penstock.types import ConfigError, EnvironmentFailure, RunFailed
+from penstock.types import ConfigError, EnvironmentFailure, PromptTooLong, RunFailed
 
 A, B = (Server(f"inference-{i}", 0, f"http://h:{i}") for i in range(2))
 
@@ -43,7 +43,9 @@ def test_what_a_status_means(status, error):
 
 def test_a_prompt_at_fault_is_a_result():
     for failure in (judge(400, code="invalid_prompt"), judge(413)):
-        assert isinstance(failure, EnvironmentFailure) and str(failure) == "because"
+        assert type(failure) is EnvironmentFailure and str(failure) == "because"
+    longer = judge(400, code="context_length_exceeded")
+    assert isinstance(longer, PromptTooLong) and str(longer) == "because"
 
 
 def test_a_servers_message_is_repeated_up_to_a_length():

@@ -327,13 +327,13 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(tokenizer, monkeypatch)
     with pytest.raises(EnvironmentFailure, match="bytes, more than max_seq_len = 10 tokens of at most 12 bytes hold"):
         tokenizer.render(messages, 10)  # it fits, but not with what the template adds
     monkeypatch.setattr(tokenizer, "encode", None)
-    with pytest.raises(EnvironmentFailure, match="prompt has 121 bytes"):
+    with pytest.raises(EnvironmentFailure, match="it has 121 bytes"):
         tokenizer.render("a" * 121, 10)
-    with pytest.raises(EnvironmentFailure, match="prompt has 122 bytes"):
+    with pytest.raises(EnvironmentFailure, match="it has 122 bytes"):
         tokenizer.render("\u00e9" * 61, 10)
     monkeypatch.setattr(tokenizer, "_render_messages", None)
     for field in ("role", "content"):
-        with pytest.raises(EnvironmentFailure, match="prompt has 1"):
+        with pytest.raises(EnvironmentFailure, match="it has 1"):
             tokenizer.render([{"role": "user", "content": "a"} | {field: "a" * 121}], 10)
 
 

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.inference.codec import largest_body_bytes
 from penstock.inference.config import EngineConfig, InferenceConfig
-from penstock.inference.sequence import GenerationRequest
+from penstock.inference.sequence import GenerationRequest, check_request
 from penstock.types import (
     SAMPLING_FIELDS,
     AgentSession,
@@ -174,6 +174,7 @@ class _Session:
 
         Raises:
             Stopped: the rollout is over.
+            EnvironmentFailure: a prompt cannot be answered, which a stream tells before it begins.
             ConfigError: log-probabilities of other tokens are asked for, which contexts do not tell.
         """
         if any(request.alternatives for request in requests):
@@ -181,6 +182,9 @@ class _Session:
                 "log-probabilities of other tokens than those sampled are not told during a run: leave out "
                 "top_logprobs, and give completions logprobs 0"
             )
+        for request in requests:
+            own = replace(request, decoding=self._decoding)
+            check_request(own, self.config, self._context.tokenizer.vocab_size)
         with self._changed:
             if self._closed:
                 raise Stopped("the rollout of this key is over")

@@ -52,11 +52,13 @@ class PromptForm:
         echo: Its text, where the response's begins with it.
         scores: What the weights make of it, where that is asked for.
         told: How many alternatives `prompt_logprobs` have; None where they are not asked for.
+        tokens: Its token ids.
     """
 
     echo: str | None = None
     scores: PromptScores | None = None
     told: int | None = None
+    tokens: Sequence[int] | np.ndarray = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,11 @@ class AnswerForm:
     token_ids: bool = False
     ids_as_tokens: bool = False
     tools: int = 0
+
+    @property
+    def prompts_at(self) -> str:
+        """The parameter that a request has its prompts in."""
+        return "messages" if self.chat else "prompt"
 
     def answer(
         self, groups: Sequence[Sequence[Completion]], prompts: Sequence[PromptForm] | None = None
@@ -325,16 +332,27 @@ class AnswerStream:
 
     Args:
         form: What it is to be.
-        prompts: What is told of the prompt of each choice.
-        with_usage: Whether the last event counts tokens.
+        prompts: What is told of each prompt.
+        n: How many choices each prompt has.
+        with_usage: Whether the last event counts tokens; the others have a count of null then, as OpenAI's.
+        continuous: Whether those count the tokens so far instead.
     """
 
-    def __init__(self, form: AnswerForm, prompts: Sequence[PromptForm], with_usage: bool) -> None:
-        self._form, self._with_usage = form, with_usage
-        self._prompts = prompts
-        self._texts = [TextStream(form.tokenizer, form.stop, form.tools > 0) for _ in prompts]
-        self._offsets = [0] * len(prompts)
+    def __init__(
+        self,
+        form: AnswerForm,
+        prompts: Sequence[PromptForm],
+        n: int = 1,
+        with_usage: bool = False,
+        continuous: bool = False,
+    ) -> None:
+        self._form, self._with_usage, self._continuous = form, with_usage, with_usage and continuous
+        self._prompts = [prompt for prompt in prompts for _ in range(n)]
+        self._prompt_tokens, self._sampled = sum(len(prompt.tokens) for prompt in prompts), 0
+        self._texts = [TextStream(form.tokenizer, form.stop, form.tools > 0) for _ in self._prompts]
+        self._offsets = [0] * len(self._prompts)
         self._envelope = form.envelope(streamed=True)
+        self._untold = set(range(1 if form.chat else len(self._prompts)) if form.token_ids else ())
 
     def begin(self) -> Iterator[bytes]:
         """Of a conversation: who speaks; of a prompt that is repeated: the prompt."""
@@ -348,6 +366,7 @@ class AnswerStream:
     def add(self, index: int, sampled: Sampled) -> bytes:
         """A dispatch's tokens of choice `index`; empty where there is nothing to tell of them yet."""
         text = self._texts[index]
+        self._sampled += len(sampled[0])
         piece = text.add(sampled[0])
         if not (piece or self._form.logprobs is not None or self._form.token_ids):
             return b""
@@ -385,6 +404,13 @@ class AnswerStream:
         }
 
     def _event(self, *choices: dict[str, Any], **beside: Any) -> bytes:
+        if self._with_usage and "usage" not in beside:
+            beside["usage"] = _counted(self._prompt_tokens, self._sampled) if self._continuous else None
+        for choice in choices:
+            if choice["index"] in self._untold:  # the first one of it
+                self._untold.remove(choice["index"])
+                told = np.asarray(self._prompts[choice["index"]].tokens, np.int32).tolist()
+                (beside if self._form.chat else choice)["prompt_token_ids"] = told
         return event(self._envelope | {"choices": list(choices), **beside})
 
 
@@ -404,7 +430,10 @@ def encoded(json_text: str) -> bytes:
 def usage(groups: Sequence[Sequence[Completion]]) -> dict[str, int]:
     """Tokens of an answer. A prompt counts once, however many samples it has."""
     prompt_tokens = sum(len(group[0].prompt_tokens) for group in groups)
-    completion_tokens = sum(len(completion.response_tokens) for group in groups for completion in group)
+    return _counted(prompt_tokens, sum(len(each.response_tokens) for group in groups for each in group))
+
+
+def _counted(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

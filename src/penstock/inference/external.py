@@ -42,6 +42,7 @@ from penstock.types import (
     EnvironmentFailure,
     FinishReason,
     GenerationCall,
+    PromptTooLong,
     TextCodec,
     WeightVersion,
     fold,
@@ -172,9 +173,11 @@ def _asked(
     stops = decoding.stop_token_ids or tokenizer.stop_token_ids
     for prompt, seed in zip(call.prompts, call.seeds, strict=True):
         room = max_seq_len - len(prompt)
-        if not len(prompt) or room < 1:
-            raise EnvironmentFailure(
-                f"prompt has {len(prompt)} tokens: it must have one, and leave room for a response within "
+        if not len(prompt):
+            raise EnvironmentFailure("prompt is empty: a policy needs at least one token to condition on")
+        if room < 1:
+            raise PromptTooLong(
+                f"prompt is too long: it has {len(prompt)} tokens, which leaves no room for a response within "
                 f"inference.max_seq_len = {max_seq_len}"
             )
         if prompt.min() < 0 or prompt.max() >= tokenizer.vocab_size:

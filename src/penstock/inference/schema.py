@@ -19,8 +19,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from penstock.inference.sequence import MOST_ALTERNATIVES, MOST_STOP_STRINGS
-from penstock.types import SAMPLING_FIELDS, Decoding, WeightVersion, fold
+from penstock.inference.sequence import MOST_ALTERNATIVES, MOST_STOP_STRINGS, TOO_LONG
+from penstock.types import SAMPLING_FIELDS, Decoding, EnvironmentFailure, PromptTooLong, WeightVersion, fold
 
 LONGEST_MESSAGE = 1000
 """In characters: an error repeats what a client sent, but not all of it."""
@@ -113,14 +113,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "priority": (0,),
     "return_prompt_text": (False,),
+    "return_token_strs": (False,),
     "return_token_offsets": (False,),
     "routed_experts_prompt_start": (0,),
 }
 """Parameters that are accepted only with these values (or null), which ask for nothing."""
 
 IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"}
-)
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+     "request_id")
+)  # fmt: skip
 """Parameters that do not change what is generated."""
 
 IDLE_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
@@ -148,12 +150,19 @@ _Sampling = create_model("_Sampling", __config__=ConfigDict(frozen=True, extra="
 
 
 class StreamOptions(BaseModel):
-    """How an answer is streamed."""
+    """How an answer is streamed.
+
+    Attributes:
+        include_usage: A last event counts tokens.
+        continuous_usage_stats: With it, each event counts them, as far as it goes.
+        include_obfuscation: OpenAI's padding of events, which nothing here adds.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class _Body(_Sampling):
@@ -183,11 +192,6 @@ class _Body(_Sampling):
     @property
     def _stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @property
-    def counts_usage(self) -> bool:
-        """Whether a stream ends with a count of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def named(self) -> frozenset[str]:
@@ -438,6 +442,31 @@ class ControlBody(BaseModel):
     kwargs: dict[str, str] | None = None
     new_version: str | None = None
     action: str | None = None
+    args: list[Any] = Field(default=[], max_length=0)
+
+
+_YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+"""As vLLM reads truth in a query, in whatever case: Python's clients write ``True``."""
+
+
+def read_pause(query: Mapping[str, str]) -> tuple[Literal["keep", "wait", "abort"], bool]:
+    """What becomes of what runs (``mode``), and whether it computes its cache anew (``clear_cache``).
+
+    Raises:
+        ApiError: status 400, naming the parameter.
+    """
+    mode, clear = query.get("mode", "abort"), query.get("clear_cache", "true").lower()
+    if mode not in ("keep", "wait", "abort"):
+        raise ApiError(400, f"mode is {mode!r:.100}: it must be keep, wait or abort", "mode", "invalid_value")
+    if clear not in _YES + _NO:
+        message = f"clear_cache is {clear!r:.100}: it must be true or false"
+        raise ApiError(400, message, "clear_cache", "invalid_value")
+    return mode, clear in _YES
+
+
+def prompt_error(error: EnvironmentFailure, param: str | None) -> ApiError:
+    """Of a prompt that cannot be answered, as the API says it."""
+    return ApiError(400, str(error), param, TOO_LONG if isinstance(error, PromptTooLong) else "invalid_prompt")
 
 
 _Read = TypeVar("_Read", bound=BaseModel)
@@ -502,8 +531,8 @@ def _count_entries(wanted: dict[str, Any], max_seq_len: int) -> None:
 
 def _check_length(tokens: list[Any], max_seq_len: int) -> None:
     if len(tokens) > max_seq_len:
-        said = f"prompt has {len(tokens)} tokens, which leaves no room for a response within max_seq_len = "
-        raise ApiError(400, f"{said}{max_seq_len}: shorten the prompt", param="prompt", code="invalid_prompt")
+        said = f"prompt is too long: it has {len(tokens)} tokens, which leaves no room for a response within "
+        raise ApiError(400, f"{said}max_seq_len = {max_seq_len}: shorten it", "prompt", TOO_LONG)
 
 
 def _count_parts(messages: list[Any]) -> None:

@@ -12,6 +12,7 @@ from penstock.types import (
     FinishReason,
     GenerationCall,
     ManyInferenceContext,
+    PromptTooLong,
     TextCodec,
     fold,
 )
@@ -86,9 +87,9 @@ class ScriptedContext(ManyInferenceContext):
 
     def _complete(self, prompt: np.ndarray, decoding: Decoding, seed: int) -> Completion:
         if len(prompt) >= self._max_seq_len:
-            raise EnvironmentFailure(
-                f"prompt has {len(prompt)} tokens, which leaves no room for a response within max_seq_len = "
-                f"{self._max_seq_len}"
+            raise PromptTooLong(
+                f"prompt is too long: it has {len(prompt)} tokens, which leaves no room for a response within "
+                f"max_seq_len = {self._max_seq_len}"
             )
         tokens, reason = self._tokens(self._answer(prompt, seed), decoding, self._max_seq_len - len(prompt))
         return Completion(

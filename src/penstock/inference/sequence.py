@@ -29,6 +29,7 @@ from penstock.types import (
     EnvironmentFailure,
     FinishReason,
     PromptScores,
+    PromptTooLong,
     TextCodec,
     WeightVersion,
     fold,
@@ -41,6 +42,9 @@ LONGEST_STOP_STRING = 1024
 
 MOST_ALTERNATIVES = 20
 """Tokens told beside each one of a text; the programs that tell any tell so many."""
+
+TOO_LONG = "context_length_exceeded"
+"""What the API calls `PromptTooLong`, as OpenAI does: agents cut a conversation short when they read it."""
 
 TOKEN_ID_LIMIT = 2**31
 """One past the largest int32."""
@@ -74,7 +78,7 @@ def check_request(request: GenerationRequest, config: EngineConfig, vocab_size: 
     """Refuses what the engine cannot serve.
 
     Raises:
-        EnvironmentFailure: the prompt is empty, has unknown tokens, or leaves no room for a response.
+        EnvironmentFailure: the prompt is empty, has unknown tokens, or (PromptTooLong) leaves no room for a response.
         ConfigError: the decoding parameters are out of range.
     """
     _check_prompt(request.prompt, vocab_size)
@@ -84,9 +88,9 @@ def check_request(request: GenerationRequest, config: EngineConfig, vocab_size: 
     _check_alternatives(request.alternatives)
     max_seq_len, prompt = config.max_seq_len, request.prompt
     if len(prompt) >= max_seq_len:
-        raise EnvironmentFailure(
-            f"prompt has {len(prompt)} tokens, which leaves no room for a response within max_seq_len = "
-            f"{max_seq_len}: shorten the prompt or raise {config.section}.max_seq_len"
+        raise PromptTooLong(
+            f"prompt is too long: it has {len(prompt)} tokens, which leaves no room for a response within "
+            f"max_seq_len = {max_seq_len}: shorten the prompt or raise {config.section}.max_seq_len"
         )
 
 
@@ -103,9 +107,9 @@ def check_scoring(scoring: "Scoring", config: EngineConfig, vocab_size: int) -> 
     if not temperature.allows(scoring.temperature):
         raise ConfigError(f"temperature is {scoring.temperature}: it must be {temperature.expected}")
     if len(scoring.tokens) > config.max_seq_len:
-        raise EnvironmentFailure(
-            f"prompt has {len(scoring.tokens)} tokens, and max_seq_len is {config.max_seq_len}: shorten the prompt or "
-            f"raise {config.section}.max_seq_len"
+        raise PromptTooLong(
+            f"prompt is too long: it has {len(scoring.tokens)} tokens, and max_seq_len is {config.max_seq_len}: "
+            f"shorten the prompt or raise {config.section}.max_seq_len"
         )
 
 

@@ -41,7 +41,7 @@ from penstock.inference.answers import (
 )
 from penstock.inference.codec import largest_body_bytes
 from penstock.inference.config import EngineConfig
-from penstock.inference.engine import InferenceEngine, PauseMode
+from penstock.inference.engine import InferenceEngine
 from penstock.inference.external import version_of_label
 from penstock.inference.schema import (
     ApiError,
@@ -49,14 +49,18 @@ from penstock.inference.schema import (
     CompletionBody,
     ControlBody,
     DetokenizeBody,
+    StreamOptions,
     TokenizeBody,
     folded_seeds,
+    prompt_error,
     read_body,
+    read_pause,
     respond,
 )
 from penstock.inference.sequence import GenerationRequest
 from penstock.inference.server_pool import MODEL_NAME
 from penstock.model.language import Decoder
+from penstock.text.tokenizer import TemplateArgumentError
 from penstock.types import (
     Alternatives,
     CheckpointError,
@@ -261,12 +265,12 @@ class Api:
         What is sampled next goes on from what was cached then: the prompts are computed once.
         """
         if alternatives is None:
-            return [PromptForm()] * len(requests)
+            return [PromptForm(tokens=each.prompt) for each in requests]
         prompts, temperature = [each.prompt for each in requests], requests[0].decoding.temperature
         with _engines_errors():
             futures = await run_in_threadpool(self._engine.score, prompts, temperature, alternatives, kept)
         scores = await _wait(request, futures, self._engine.config.request_timeout_s)
-        return [PromptForm(None, each, told) for each in scores]
+        return [PromptForm(None, each, told, prompt) for each, prompt in zip(scores, prompts, strict=True)]
 
     def _unanswered(
         self, requests: list[GenerationRequest], prompts: list[PromptForm]
@@ -290,10 +294,10 @@ class Api:
         futures: "list[Future[list[Completion]]] | None" = None,
     ) -> Response:
         if body.stream:
-            return await self._streamed(requests, form, prompts, body.counts_usage, futures)
+            return await self._streamed(requests, form, prompts, body.stream_options or StreamOptions(), futures)
         if futures is None:
-            futures = await self._submit(requests)
-        groups = _complete(await _wait(request, futures, self._engine.config.request_timeout_s))
+            futures = await self._submit(requests, form)
+        groups = _complete(await _wait(request, futures, self._engine.config.request_timeout_s, form.prompts_at))
         return await self.work(lambda: _response(form.answer(groups, prompts)))
 
     async def _streamed(
@@ -301,7 +305,7 @@ class Api:
         requests: list[GenerationRequest],
         form: AnswerForm,
         prompts: list[PromptForm],
-        with_usage: bool,
+        options: StreamOptions,
         futures: "list[Future[list[Completion]]] | None",
     ) -> Response:
         """Begins once the engine has taken the requests: what it refuses is answered as ever."""
@@ -311,10 +315,10 @@ class Api:
             replace(each, on_tokens=partial(_tell, tell, number * each.n)) for number, each in enumerate(requests)
         ]
         if futures is None:
-            futures = await self._submit(watched)
-        of_choices = [prompt for prompt, each in zip(prompts, requests, strict=True) for _ in range(each.n)]
-        stream = AnswerStream(form, of_choices, with_usage)
-        events = _events(stream, futures, dispatches, self._engine.config.request_timeout_s)
+            futures = await self._submit(watched, form)
+        n, counts = requests[0].n, (options.include_usage, options.continuous_usage_stats)
+        stream = AnswerStream(form, prompts, n, *counts)
+        events = _events(stream, futures, dispatches, self._engine.config.request_timeout_s, form.prompts_at)
         return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     async def tokenize(self, request: Request) -> Response:
@@ -387,26 +391,27 @@ class Api:
             tokens = self._tokenizer.render(prompt, self._max_seq_len, given, continue_final)  # refuses what is long
             return tokens if special or not isinstance(prompt, str) else self._tokenizer.encode(prompt)
         except EnvironmentFailure as error:
-            raise ApiError(400, str(error), code="invalid_prompt") from error
+            raise prompt_error(error, "prompt" if isinstance(prompt, str) else "messages") from error
         except ConfigError as error:
-            raise ApiError(400, str(error), param="messages") from error
+            param = error.key if isinstance(error, TemplateArgumentError) else "messages"
+            raise ApiError(400, str(error), param, "invalid_value") from error
 
     def _text(self, prompt: str | np.ndarray) -> str:
         """As it is repeated before an answer."""
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, False)
 
-    async def _submit(self, requests: list[GenerationRequest]) -> "list[Future[list[Completion]]]":
-        with _engines_errors():
+    async def _submit(self, requests: list[GenerationRequest], form: AnswerForm) -> "list[Future[list[Completion]]]":
+        with _engines_errors(form.prompts_at):
             return await run_in_threadpool(self._engine.submit, requests)
 
 
 @contextmanager
-def _engines_errors() -> Iterator[None]:
+def _engines_errors(prompts_at: str | None = None) -> Iterator[None]:
     """What the engine raises, as the API says it."""
     try:
         yield
     except EnvironmentFailure as error:
-        raise ApiError(400, str(error), code="invalid_prompt") from error
+        raise prompt_error(error, prompts_at) from error
     except ConfigError as error:
         raise ApiError(400, str(error), code="invalid_value") from error
     except (NoProgressError, RunFailed, Stopped) as error:
@@ -433,14 +438,9 @@ class _Control:
 
     async def pause(self, request: Request) -> JSONResponse:
         """Computes nothing more; ``mode`` (keep, wait, abort) and ``clear_cache`` stand in the query."""
-        mode, clear = request.query_params.get("mode", "abort"), request.query_params.get("clear_cache", "true")
-        modes: dict[str, PauseMode] = {"keep": "keep", "wait": "wait", "abort": "abort"}
-        if mode not in modes or clear not in ("true", "false"):
-            message = f"mode is {mode!r:.100}, clear_cache {clear!r:.100}: keep, wait or abort, and true or false"
-            raise ApiError(400, message, "mode", "invalid_value")
-        timeout_s = self._engine.config.request_timeout_s
+        asked, timeout_s = read_pause(request.query_params), self._engine.config.request_timeout_s
         with _engines_errors():
-            await run_in_threadpool(self._engine.pause, modes[mode], clear == "true", timeout_s)
+            await run_in_threadpool(self._engine.pause, *asked, timeout_s)
         return JSONResponse({"status": "paused"})
 
     async def resume(self, _: Request) -> JSONResponse:
@@ -512,6 +512,7 @@ async def _events(
     futures: "Sequence[Future[list[Completion]]]",
     dispatches: "asyncio.Queue[tuple[int, Sampled] | None]",
     timeout_s: float,
+    prompts_at: str,
 ) -> AsyncIterator[bytes]:
     """A streamed answer; where the client leaves, the futures are cancelled, and the slots are free."""
     whole = asyncio.wrap_future(_gathered(futures))
@@ -524,7 +525,7 @@ async def _events(
         while (dispatched := await asyncio.wait_for(dispatches.get(), limit - loop.time())) is not None:
             if told := stream.add(*dispatched):
                 yield told
-        with _engines_errors():
+        with _engines_errors(prompts_at):
             groups = _complete(whole.result())
         for told in stream.end(groups):
             yield told
@@ -545,14 +546,16 @@ def _complete(groups: list[list[Completion]]) -> list[list[Completion]]:
     return groups
 
 
-async def _wait(request: Request, futures: Sequence["Future[_Result]"], timeout_s: float) -> list[_Result]:
+async def _wait(
+    request: Request, futures: Sequence["Future[_Result]"], timeout_s: float, prompts_at: str | None = None
+) -> list[_Result]:
     """Awaits the engine; the futures are cancelled when the client leaves or the time is over."""
     answer = asyncio.wrap_future(_gathered(futures))
     departure = asyncio.ensure_future(_departed(request))
     try:
         await asyncio.wait({answer, departure}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
-            with _engines_errors():
+            with _engines_errors(prompts_at):
                 return answer.result()
         if departure.done():
             raise ApiError(499, "the client closed the connection")

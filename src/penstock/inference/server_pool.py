@@ -33,7 +33,8 @@ import httpx
 
 from penstock.inference.codec import Dialect, InterruptedAnswer, MalformedAnswer, PenstockDialect, ServerRequest
 from penstock.inference.routing import PinnedServer, RequestQueue, Routing, Server
-from penstock.types import ConfigError, EnvironmentFailure, NoProgressError, RunFailed, Stopped
+from penstock.inference.sequence import TOO_LONG
+from penstock.types import ConfigError, EnvironmentFailure, NoProgressError, PromptTooLong, RunFailed, Stopped
 
 LAST_TURNS = 3
 """Turns of the loop after which transports that were closed have let go of their sockets."""
@@ -317,6 +318,8 @@ def result_of(answer: HttpReply, request: ServerRequest[_T]) -> _T | Environment
         except InterruptedAnswer as error:
             raise RetryableFailure(str(error)) from error
     message, code = _error(answer.content)
+    if answer.status == 400 and code == TOO_LONG:
+        return PromptTooLong(message)
     if answer.status == 413 or (answer.status == 400 and code == "invalid_prompt"):
         return EnvironmentFailure(message)
     if answer.status == 400:

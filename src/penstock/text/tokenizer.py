@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from penstock.types import ConfigError, EnvironmentFailure, Message
+from penstock.types import ConfigError, Message, PromptTooLong
 
 if TYPE_CHECKING:
     import tokenizers
@@ -81,6 +81,22 @@ def vocabulary_size(path: str | Path) -> int:
     except Exception:  # as of `_load_fast`: whatever it is, `Tokenizer.load` will tell
         return 0
     return max(vocabulary.values(), default=-1) + 1
+
+
+class TemplateArgumentError(ConfigError):
+    """A chat template is given what it does not read.
+
+    Attributes:
+        key: Under which it is given: ``tools``, or ``chat_template_kwargs``.
+    """
+
+    def __init__(self, source: str, name: str) -> None:
+        self.key = "tools" if name == "tools" else "chat_template_kwargs"
+        what = f"{self.key}: the chat template takes no {name!r:.100}"
+        remedy = "leave it out, or give it under the name that stands in the template"
+        if name == "tools":
+            remedy = "the policy would not see them; leave them out, or take a checkpoint whose template shows tools"
+        super().__init__(f"tokenizer {source!r}: {what}: {remedy}")
 
 
 class Tokenizer:
@@ -224,7 +240,7 @@ class Tokenizer:
 
         Raises:
             ConfigError: there is no chat template, it refuses these messages, or does not read what it is given.
-            EnvironmentFailure: it is longer.
+            PromptTooLong: it is longer.
         """
         if not isinstance(prompt, str) and max_tokens is not None:
             parts = [part for each in (*prompt, chat_template_kwargs or {}) for part in each.values()]
@@ -263,9 +279,9 @@ class Tokenizer:
     def _refuse_longer(self, text: str, max_tokens: int) -> None:
         size, most = len(text.encode("utf-8", "surrogatepass")), self._longest_token_bytes
         if size > max_tokens * most:
-            raise EnvironmentFailure(
-                f"prompt has {size} bytes, more than max_seq_len = {max_tokens} tokens of at most {most} bytes hold: "
-                "shorten the prompt, or raise max_seq_len"
+            raise PromptTooLong(
+                f"prompt is too long: it has {size} bytes, more than max_seq_len = {max_tokens} tokens of at most "
+                f"{most} bytes hold: shorten the prompt, or raise max_seq_len"
             )
 
     def _checked(self, chat_template_kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -281,10 +297,7 @@ class Tokenizer:
         allowed = read - ours - {"messages"} | read & {"tools", "documents"}
         for name in chat_template_kwargs:
             if name not in allowed:
-                raise ConfigError(
-                    f"tokenizer {self._source!r}: chat_template_kwargs: the chat template takes no {name!r:.100}: "
-                    "leave it out, or give it under the name that stands in the template"
-                )
+                raise TemplateArgumentError(self._source, name)
         return {**self._chat_template_kwargs, **chat_template_kwargs}
 
     def _render_messages(

@@ -1,7 +1,8 @@
 """Tool calls in what a policy said, in the forms that the chat templates of open models teach.
 
 ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` (Hermes, Qwen, SmolLM), any number in a turn, or JSON alone
-(Llama 3's ``{"name": …, "parameters": {…}}``, Mistral's list). What the policy wrote is read, never evaluated.
+(Llama 3's ``{"name": …, "parameters": {…}}``, several with semicolons between; Mistral's list). JSON alone that names
+no arguments is an answer, such as ``{"name": "Ada", "age": 36}``. What the policy wrote is read, never evaluated.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+_DECODER, _BETWEEN = json.JSONDecoder(), re.compile(r"\s*(?:;\s*|\Z)")
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -38,7 +40,7 @@ def tool_calls(text: str) -> list[ToolCall]:
     alone = text.removeprefix(PYTHON_TAG).removeprefix("[TOOL_CALLS]").strip()
     if not alone.startswith(("{", "[")):
         return []
-    found = _calls_of(alone)
+    found = [_call_of(value, alone=True) for value in _values_of(alone)]
     return [] if any(call.error for call in found) else found  # JSON that is no call is an answer
 
 
@@ -55,8 +57,23 @@ def _calls_of(text: str) -> list[ToolCall]:
     return [_call_of(value) for value in (values if isinstance(values, list) else [values])]
 
 
-def _call_of(value: Any) -> ToolCall:
-    given = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
+def _values_of(text: str) -> list[Any]:
+    """JSON values with semicolons between, a list's one by one; none where something else is there."""
+    values, at = list[Any](), 0
+    while at < len(text):
+        try:
+            value, end = _DECODER.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return []
+        between = _BETWEEN.match(text, end)
+        if between is None:
+            return []
+        values, at = values + (value if isinstance(value, list) else [value]), between.end()
+    return values
+
+
+def _call_of(value: Any, alone: bool = False) -> ToolCall:
+    given = value.get("arguments", value.get("parameters", None if alone else {})) if isinstance(value, dict) else None
     if not isinstance(given, dict) or not isinstance(value.get("name"), str):
         return ToolCall("", {}, 'a call is JSON: {"name": …, "arguments": {…}}')
     return ToolCall(value["name"], given)

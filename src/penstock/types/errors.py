@@ -10,6 +10,7 @@
     ├── InvalidRolloutError     a rollout whose fields disagree (a counted failure, never a crash)
     │   └── DuplicateGroupError a group that was delivered before
     ├── EnvironmentFailure      an environment or reward function that broke its contract (counted likewise)
+    │   └── PromptTooLong       a prompt that leaves no room for an answer
     ├── WeightsError            arrays missing, extra, misshaped, or damaged
     │   └── SupersededVersionError  a version that is not kept any more, or not published yet
     ├── SchemaVersionError      a record written by a newer Penstock
@@ -73,6 +74,10 @@ class EnvironmentFailure(PenstockError):
 
     def __init__(self, message: str) -> None:
         super().__init__(shortened(message, MOST_FAILURE_CHARS))
+
+
+class PromptTooLong(EnvironmentFailure):
+    """A prompt leaves no room for an answer."""
 
 
 class WeightsError(PenstockError):
