@@ -216,7 +216,10 @@ def test_what_is_prepared_is_gae_for_the_young_and_vtrace_for_the_old(policy):
         fragments[1], weight_steps=np.full(5, 5, np.int32), logprobs=fragments[1].logprobs - np.float32(0.2)
     )
     config = PpoConfig(
-        vtrace=VTraceConfig(beyond_staleness=1), normalize_advantages="none", reward_scale=0.5, correction={"cap": 1.0}
+        vtrace=VTraceConfig(beyond_staleness=1),
+        normalize_advantages="none",
+        reward_scale=0.5,
+        correction=CorrectionConfig(cap=1.0),
     )
     learner = ControlLearner(policy, config, 9)
     learner._step = 7  # noqa: SLF001 - so that versions differ
