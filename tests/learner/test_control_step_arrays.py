@@ -12,6 +12,7 @@ from penstock.learner.control_step import (
     blank_arrays,
     minibatch_columns,
     minibatch_steps,
+    squared_returns,
     stack_fragments,
 )
 from penstock.types import InvalidRolloutError, LeafSpace, SampleFragment, Spaces
@@ -103,6 +104,11 @@ def test_nothing_of_a_fault_is_left_that_could_meet_a_gradient(policy):
     np.testing.assert_array_equal(arrays.counted[:, 0], [True, False, False, True])
     assert arrays.rewards[1, 0] == arrays.logprobs[1, 0] == arrays.actions[""][1, 0] == 0
     np.testing.assert_array_equal(arrays.observations[""][1:3, 0], [[0.0, 0.0, 2.0], [0.0, 0.5, -1.0]])
+
+
+def test_the_return_of_a_step_that_does_not_count_is_not_told(policy):
+    fragment = replace(make_fragment(policy, 3, 0), rewards=np.float32([1, 2, 3]))
+    assert squared_returns(stacked([with_fault(fragment, 1)]), 1.0).tolist() == [[4.0**2 + 3.0**2, 2.0]]
 
 
 def test_age_is_that_of_the_oldest_step_that_counts(policy):
