@@ -3,10 +3,11 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 from tests.waiting import wait_until
 
-from penstock.curriculum import Curriculum, CurriculumService, RemoteCurriculum
+from penstock.curriculum import Curriculum, CurriculumConfig, CurriculumService, RemoteCurriculum
 from penstock.curriculum import remote as remote_module
 from penstock.types import (
     Checkpointable,
@@ -15,11 +16,13 @@ from penstock.types import (
     LessonChooser,
     NoProgressError,
     PenstockError,
+    Rollout,
+    RolloutGroup,
     UnreachableError,
     fold,
 )
 
-from .conftest import a_way_through, two_lessons
+from .conftest import a_way_through, lesson, results, two_lessons
 
 LIMIT_S = 280.0
 
@@ -31,10 +34,10 @@ class Wire:
         self.service, self.fault = service, fault
         self.open = threading.Event()
         self.open.set()
-        self.calls = 0
+        self.calls = self.sent = 0
 
     def call(self, method, *args, timeout_s):
-        self.calls += 1
+        self.calls, self.sent = self.calls + 1, len(args[2])
         assert self.open.wait(LIMIT_S)
         service, fault = self.service, self.fault()
         if service is None or fault == "request":
@@ -49,8 +52,8 @@ class Wire:
 def remote_of():
     made = []
 
-    def make(caller, lineage=0, **fields):
-        made.append(RemoteCurriculum(two_lessons(), caller, lineage, **fields))
+    def make(caller, lineage=0, config=None, **fields):
+        made.append(RemoteCurriculum(config or two_lessons(), caller, lineage, **fields))
         return made[-1]
 
     yield make
@@ -105,6 +108,7 @@ def test_nobody_waits_for_a_slow_curriculum_but_where_it_is_strict(remote_of):
         remote.start()
         tell(remote, a_way_through())
         assert remote.behind == 16 and remote.sample_lesson(3) == "a"
+        assert remote.metrics()["curriculum/behind"] == 16.0
         assert remote.state() == local().state()  # a checkpoint knows what was recorded, answered or not
     assert loose.may_draw() and not strict.may_draw()
     wire.open.set()
@@ -125,6 +129,8 @@ def test_a_curriculum_that_died_is_told_the_log_again_and_events_are_told_once(r
             remote.state()  # a checkpoint: the base moves on
         assert remote.metrics()["curriculum/behind"] == 0.0
         assert {**remote.metrics()} == {**local(cut).metrics(), "curriculum/behind": 0.0}
+        if cut == 9:
+            assert wire.sent == 3, "since the checkpoint's base"
         wire.service = CurriculumService(two_lessons())  # the old one is dead
     assert events == ["unlocked", "graduated", "regressed"]
 
@@ -182,21 +188,66 @@ def test_what_comes_soon_after_a_push_goes_with_the_next_one_and_at_the_latest_w
 
 def test_where_drawing_waits_for_the_answer_nothing_is_gathered(remote_of, monkeypatch):
     monkeypatch.setattr(remote_module, "GATHER_S", 3600.0)
-    remote = remote_of(Wire(CurriculumService(two_lessons())), strict=True)
+    remote = remote_of(wire := Wire(CurriculumService(two_lessons())), strict=True)
     remote.start()
     wait_until(lambda: not remote._needs_base)
     for update in a_way_through():
+        wire.open.clear()
         tell(remote, [update])
+        assert remote.behind == 1 and not remote.may_draw()
+        wire.open.set()
         wait_until(remote.may_draw)
+        assert wire.sent == 1, "what was answered before does not go again"
 
 
-def test_the_end_does_not_wait_long_for_a_curriculum_that_stays_away(remote_of):
+def test_the_end_does_not_wait_long_for_a_curriculum_that_stays_away(remote_of, monkeypatch):
+    monkeypatch.setattr(remote_module, "LAST_PUSH_S", 0.2)
     remote = remote_of(Wire())
     remote.start()
     tell(remote, a_way_through()[:3])
     began = time.monotonic()
-    assert remote.stop(2.0) and time.monotonic() - began < 5.0
-    assert remote.behind == 3
+    assert remote.stop(60.0) and time.monotonic() - began < 20.0
+    assert remote.behind == 3 and remote.failure is None
+
+
+def test_the_end_says_whether_a_call_still_hangs(remote_of):
+    remote = remote_of(wire := Wire(CurriculumService(two_lessons())))
+    wire.open.clear()
+    remote.start()
+    wait_until(lambda: wire.calls)
+    assert not remote.stop(0.1)
+    wire.open.set()
+    assert remote.stop(LIMIT_S)
+
+
+def test_it_is_complete_once_every_lesson_has_graduated(remote_of):
+    remote = remote_of(Wire(CurriculumService(two_lessons())))
+    remote.start()
+    for lesson_id in "ab":
+        for _ in range(5):
+            remote.update_training(results(lesson_id, [1.0, 1.0]))
+        remote.update_evaluation(results(lesson_id, [1.0, 1.0]), 10)
+        wait_until(lambda: remote.behind == 0)
+        assert remote.complete is (lesson_id == "b")
+
+
+def test_a_group_counts_by_the_success_threshold_of_its_lesson(remote_of):
+    def group(lesson_id, *rewards):
+        nothing, token = np.zeros(0, np.float32), np.zeros(1, np.int32)
+        rollouts = [
+            Rollout("toy", "x", token, token[:0], nothing, nothing, each, lesson_id=lesson_id) for each in rewards
+        ]
+        return RolloutGroup("toy:x", tuple(rollouts))
+
+    config = CurriculumConfig.model_validate({"lessons": {"a": lesson(), "b": lesson(success_threshold=0.9)}})
+    remote = remote_of(Wire(CurriculumService(config)), config=config)
+    remote.start()
+    for lesson_id in "ab":
+        remote.update_group(group(lesson_id, 1.0, 0.6))
+    wait_until(lambda: remote.behind == 0)
+    assert [remote.metrics()[f"curriculum/{lesson_id}/success"] for lesson_id in "ab"] == [1.0, 0.5]
+    with pytest.raises(PenstockError, match="lesson 'z' is unknown: there are a, b"):
+        remote.update_group(group("z", 1.0))
 
 
 def test_a_curriculum_that_stays_away_ends_the_pushing_with_its_name(remote_of):
@@ -207,7 +258,5 @@ def test_a_curriculum_that_stays_away_ends_the_pushing_with_its_name(remote_of):
 
 
 def test_an_unknown_lesson_is_refused_where_it_is_recorded(remote_of):
-    from .conftest import results
-
     with pytest.raises(PenstockError, match="lesson 'z' is unknown: there are a, b"):
         remote_of(Wire()).update_training(results("z", [1.0]))

@@ -37,6 +37,7 @@ def test_it_answers_as_a_curriculum_that_was_told_the_same():
     assert kinds(answer) == [(5, "unlocked"), (6, "graduated")]
     assert service.apply(0, 7, updates[6:]).metrics == told(16).metrics() == service.metrics()
     assert service.progress == 16.0
+    assert service.status() == {"lineage": 0, "applied": 16, "lessons": told(16).describe()}
 
 
 def test_updates_that_come_again_change_nothing_and_their_events_are_told_again():
@@ -64,5 +65,6 @@ def test_a_newer_lineage_begins_anew_and_an_older_one_is_refused():
     assert service.apply(1, 1, updates[6:7]).applied is None
     answer = service.apply(1, 1, updates[6:7], CurriculumBase(0, told(6).state()))
     assert answer.metrics == told(7).metrics() and answer.applied == 1
+    assert kinds(answer) == [], "none of the lineage before, whose numbers were the same"
     with pytest.raises(SupersededError, match="the log is of lineage 0, and the run's is 1"):
         service.apply(0, 17, [])

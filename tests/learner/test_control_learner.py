@@ -16,6 +16,7 @@ from penstock.learner import (
     restore_control_learner,
     save_checkpoint,
 )
+from penstock.learner.config import CorrectionConfig
 from penstock.learner.control_learner import ReferencePolicy
 from penstock.learner.control_losses import StepChain, VTraceClips, gae, vtrace
 from penstock.learner.control_step import preparer
@@ -211,11 +212,20 @@ def test_what_is_prepared_is_gae_for_the_young_and_vtrace_for_the_old(policy):
     """Against the pure functions, with values of the true last observations; both fragments were drawn off-policy."""
     behaviour = make_policy(seed=4)
     fragments = [make_fragment(behaviour, 5, seed, 7, ends={1: "terminated", 3: "truncated"}) for seed in (0, 1)]
-    fragments[1] = replace(fragments[1], weight_steps=np.full(5, 5, np.int32))
-    config = PpoConfig(vtrace=VTraceConfig(beyond_staleness=1), normalize_advantages="none", reward_scale=0.5)
+    fragments[1] = replace(
+        fragments[1], weight_steps=np.full(5, 5, np.int32), logprobs=fragments[1].logprobs - np.float32(0.2)
+    )
+    config = PpoConfig(
+        vtrace=VTraceConfig(beyond_staleness=1),
+        normalize_advantages="none",
+        reward_scale=0.5,
+        correction=CorrectionConfig(cap=1.0),
+    )
     learner = ControlLearner(policy, config, 9)
     learner._step = 7  # noqa: SLF001 - so that versions differ
-    steps, summary = preparer(config)(policy, learner._arrays(fragments), np.full(2, np.float32(0.5)))  # noqa: SLF001
+    arrays, scales = learner._arrays(fragments), np.full(2, np.float32(0.5))  # noqa: SLF001
+    steps, summary = preparer(config)(policy, arrays, scales)
+    seen = list[np.ndarray]()
     for column, fragment in enumerate(fragments):
         observations = {"": jnp.asarray(fragment.observations[""])}
         distribution, values, _ = policy.step(observations, {}, jnp.zeros(6, bool))
@@ -229,10 +239,28 @@ def test_what_is_prepared_is_gae_for_the_young_and_vtrace_for_the_old(policy):
         expected = gae(chain, 0.99, 0.95) if column == 0 else vtrace(chain, ratios, 0.99, 0.95, VTraceClips())
         np.testing.assert_allclose(steps.advantages[:, column], expected.advantages, atol=1e-5)
         np.testing.assert_allclose(steps.targets[:, column], expected.targets, atol=1e-5)
-        weights = np.minimum(ratios, 2.0) if column == 0 else np.ones(5)
+        weights = np.minimum(ratios, 1.0) if column == 0 else np.ones(5)
         np.testing.assert_allclose(steps.weights[:, column], weights, rtol=1e-5)
         np.testing.assert_allclose(steps.logprobs[:, column], logprobs, atol=1e-6)
+        seen.append(np.stack([values[:-1], expected.advantages, logprobs - fragment.logprobs]))
     assert summary.old_steps == 5 and summary.own_steps == 5
+    (value, advantage, _), (*_, own), (*_, other) = np.concatenate(seen, axis=1), *seen
+    assert summary.bounded == np.sum(own > 0) == 1 and np.sum(other > 0) > 0, "of the young alone"
+    told = {
+        "own_kl": np.sum(np.expm1(own) - own), "other_kl": np.sum(np.expm1(other) - other),
+        "mismatch_max": np.abs(own).max(), "value_mean": value.mean(),
+        "advantage_mean": advantage.mean(), "advantage_std": advantage.std(),
+    }  # fmt: skip
+    for name, expected in told.items():
+        assert float(getattr(summary, name)) == pytest.approx(expected, rel=1e-4), name
+    burning = {"burn_in": 2, "normalize_advantages": "batch", "correction": CorrectionConfig(kind="mask")}
+    late, of_late = preparer(config.model_copy(update=burning))(policy, arrays, scales)
+    normalised = np.asarray(late.advantages)[2:]
+    assert abs(normalised.mean()) < 1e-5 and normalised.std() == pytest.approx(1, abs=1e-4)
+    assert own[1] < np.log(0.5) < own[2:].min() and of_late.bounded == 0, "the one that is masked is burnt in"
+    assert of_late.old_steps == 3
+    unweighted = config.model_copy(update={"correction": CorrectionConfig(kind="none")})
+    assert preparer(unweighted)(policy, arrays, scales)[1].bounded == 0
 
 
 @pytest.mark.parametrize("memory", ["lstm", "transformer"])
@@ -244,7 +272,9 @@ def test_what_is_prepared_of_a_policy_with_memory_is_what_stepping_gives(memory)
     fragments = [make_fragment(policy, length, seed, ends=end) for seed, end in enumerate(ends)]
     fragments[1] = with_fault(fragments[1], 4)
     config = PpoConfig(normalize_advantages="none", discount=0.9, gae_lambda=0.8, burn_in=2, minibatches=1)
-    steps, _ = preparer(config)(policy, ControlLearner(policy, config, 1)._arrays(fragments), scales)  # noqa: SLF001
+    arrays = ControlLearner(policy, config, 1)._arrays(fragments)  # noqa: SLF001
+    steps, summary = preparer(config)(policy, arrays, scales)
+    assert summary.own_steps + summary.other_steps == 2 * length - 1
     step = jax.jit(lambda seen, state, first: policy.step({"": seen[None]}, state, first[None])[1:])
     for column, (fragment, scale) in enumerate(zip(fragments, scales, strict=True)):
         state, values, finals = policy.initial_state(1), np.zeros(length + 1), {}
@@ -265,6 +295,7 @@ def test_what_is_prepared_of_a_policy_with_memory_is_what_stepping_gives(memory)
         np.testing.assert_allclose(steps.advantages[:, column], expected, atol=1e-5)
         np.testing.assert_allclose(steps.targets[:, column], np.where(counted, expected + values[:-1], 0), atol=1e-5)
         np.testing.assert_array_equal(steps.trained[:, column], counted & (np.arange(length) >= 2))
+        assert (steps.logprobs[~counted, column] == 0).all() and (steps.weights[~counted, column] == 1).all()
 
 
 def test_burn_in_has_no_gradient_and_is_not_trained():
@@ -305,7 +336,8 @@ def test_the_value_warm_up_trains_the_value_head_alone():
     policy = make_policy(value_network="separate")
     config = SMALL.model_copy(update={"value_warmup_updates": 1})
     learner = ControlLearner(policy, config, 5)
-    learner.update(make_batch(make_fragments(policy, 4, 6)), 0)
+    metrics = learner.update(make_batch(make_fragments(policy, 4, 6)), 0)
+    assert metrics["train/loss"] == pytest.approx(config.value_coefficient * metrics["train/value_loss"], rel=1e-5)
     names = changed(policy, learner.policy)
     assert names and all(name.startswith(("value_head.", "value_encoder.")) for name in names)
     warm = learner.policy
@@ -329,6 +361,18 @@ def test_the_penalty_holds_the_policy_to_its_reference(policy):
 
     free, held = distance(None), distance(ReferenceKlConfig(coefficient=20.0, decay=0.9))
     assert held < free / 3
+
+
+def test_the_penalty_is_the_divergence_of_the_policy_from_its_reference(policy, tmp_path):
+    other, fragment = make_policy(seed=5), make_fragment(policy, 6, 0)
+    save_control_policy(tmp_path, other, other.config, other.spaces)
+    kl = ReferenceKlConfig(reference=str(tmp_path))
+    config = SMALL.model_copy(update={"epochs": 1, "minibatches": 1, "reference_kl": kl})
+    metrics = ControlLearner(policy, config, 5).update(make_batch([fragment]), 0)
+    seen = {"": jnp.asarray(fragment.observations[""][:-1])}
+    theirs, ours = (each.step(seen, {}, jnp.zeros(6, bool))[0] for each in (other, policy))
+    forward, backward = float(theirs.kl(ours).mean()), float(ours.kl(theirs).mean())
+    assert metrics["train/reference_kl"] == pytest.approx(forward, rel=1e-4) != pytest.approx(backward, rel=0.1)
 
 
 def test_a_reference_is_read_from_a_folder_and_does_not_travel_in_checkpoints(policy, tmp_path):

@@ -12,6 +12,7 @@ from penstock.learner.control_step import (
     blank_arrays,
     minibatch_columns,
     minibatch_steps,
+    squared_returns,
     stack_fragments,
 )
 from penstock.types import InvalidRolloutError, LeafSpace, SampleFragment, Spaces
@@ -87,14 +88,27 @@ def test_a_truncation_without_its_last_observation_does_not_count(policy):
     np.testing.assert_array_equal(stacked([fragment]).counted[:, 0], [True] * 4)
 
 
+def test_what_ended_by_itself_needs_no_value_though_it_was_cut_too(policy):
+    both = make_fragment(policy, 4, 0, ends={1: "terminated"}, truncated=np.arange(4) == 1)
+    arrays = stacked([both])
+    assert arrays.counted.all() and (arrays.final_steps == 4).all()
+    unknown = {"final_steps": np.zeros(0, np.int32), "final_observations": {"": np.zeros((0, 3), np.float32)}}
+    assert stacked([replace(both, **unknown)]).counted.all()
+
+
 def test_nothing_of_a_fault_is_left_that_could_meet_a_gradient(policy):
-    fragment = with_fault(make_fragment(policy, 3, 0), 1)
+    fragment = with_fault(with_fault(make_fragment(policy, 4, 0), 1), 2)
     observations = fragment.observations[""].copy()
-    observations[1] = [np.nan, np.inf, 2.0]
+    observations[1:3] = [np.nan, np.inf, 2.0], [-np.inf, 0.5, -1.0]
     arrays = stacked([replace(fragment, observations={"": observations})])
-    np.testing.assert_array_equal(arrays.counted[:, 0], [True, False, True])
+    np.testing.assert_array_equal(arrays.counted[:, 0], [True, False, False, True])
     assert arrays.rewards[1, 0] == arrays.logprobs[1, 0] == arrays.actions[""][1, 0] == 0
-    np.testing.assert_array_equal(arrays.observations[""][1, 0], [0.0, 0.0, 2.0])
+    np.testing.assert_array_equal(arrays.observations[""][1:3, 0], [[0.0, 0.0, 2.0], [0.0, 0.5, -1.0]])
+
+
+def test_the_return_of_a_step_that_does_not_count_is_not_told(policy):
+    fragment = replace(make_fragment(policy, 3, 0), rewards=np.float32([1, 2, 3]))
+    assert squared_returns(stacked([with_fault(fragment, 1)]), 1.0).tolist() == [[4.0**2 + 3.0**2, 2.0]]
 
 
 def test_age_is_that_of_the_oldest_step_that_counts(policy):
@@ -115,6 +129,14 @@ def test_own_steps_of_a_recurrent_policy_follow_only_own_steps():
     np.testing.assert_array_equal(with_memory, [True, False, False, False, True, True])
     plain = replace(fragment, initial_state={})
     np.testing.assert_array_equal(stacked([plain]).own_version[:, 0], [True, False, True, True, True, True])
+    begun = replace(fragment, weight_steps=np.array([4, 5, 5, 5, 5, 5], np.int32))
+    with_memory = stacked([begun], initial_state=state).own_version[:, 0]
+    np.testing.assert_array_equal(with_memory, [False, False, False, False, True, True])
+
+
+def test_own_steps_are_among_those_that_count(policy):
+    arrays = stacked([make_fragment(policy, 3, 0, version=5), with_fault(make_fragment(policy, 2, 1, version=5), 1)])
+    np.testing.assert_array_equal(arrays.own_version.T, [[True, True, True], [True, False, False]])
 
 
 def test_recurrent_state_is_each_fragments_own():

@@ -1,13 +1,16 @@
 """Gradients of single rollouts and spans: they add up to the step's, and an outlier stands out."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from penstock.learner import Learner, LossConfig, OptimizerConfig
 from penstock.learner.influence import influences
+from penstock.learner.optimizer import direction_of
 
 ADAM = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, epsilon=1e-2, max_grad_norm=None)
 
@@ -63,6 +66,24 @@ def test_what_a_rollout_did_is_the_update_less_that_without_it(decoder, config, 
     assert sum(one.inner_product for one in found) == pytest.approx(-gradient @ taken, rel=1e-4)
 
 
+def test_over_several_steps_each_is_summed(decoder, config, examples, make_batch):
+    config, direction = config.model_copy(update={"optimizer": ADAM, "epochs": 2}), jax.jit(partial(direction_of, ADAM))
+    batch, name, steps = make_batch(examples[:3]), examples[1].rollout_ids[0], 0
+    one = influences(Learner(decoder, config, 9), ADAM, batch, 0)[1]
+    squares = inner = moved = along = length = square = 0.0
+    for step in Learner(decoder, config, 9).planned_steps(batch, 0):
+        own = step.gradient_of(name, 0, 99)
+        rest = jax.tree.map(jnp.subtract, step.gradients, own)
+        taken, without = (flat(direction(step.decoder, step.state, each)) for each in (step.gradients, rest))
+        squares, inner = squares + flat(own) @ flat(own), inner + step.rate * (flat(own) @ taken)
+        moved, along = moved + np.linalg.norm(taken - without), along + (taken - without) @ taken
+        length, square, steps = length + np.linalg.norm(taken), square + taken @ taken, steps + 1
+    assert steps == 2
+    expected = np.sqrt(squares), inner, moved / length, along / square
+    assert (one.gradient_norm, one.inner_product, one.moved, one.along) == pytest.approx(expected, rel=1e-3)
+    assert one.advantage == pytest.approx(float(examples[1].advantage[examples[1].loss_mask].mean()))
+
+
 def test_spans_add_up_to_their_rollout(decoder, config, examples, make_batch):
     mask = np.isin(np.arange(17), [5, 6, 7, 8, 11, 12, 13, 14, 15, 16])  # between two turns, what a tool said
     spoken = replace(examples[1], loss_mask=mask, advantage=np.where(mask, 0.7, 0).astype(np.float32))
@@ -71,6 +92,9 @@ def test_spans_add_up_to_their_rollout(decoder, config, examples, make_batch):
     assert [(span.start, span.stop) for span in found[0].spans] == [(5, 9), (11, 17)] and found[1].spans == ()
     products = [span.inner_product for span in found[0].spans]
     assert sum(products) == pytest.approx(found[0].inner_product, rel=1e-4) and all(products)
+    step, name = next(Learner(decoder, config, 9).planned_steps(make_batch([spoken, whole]), 0)), spoken.rollout_ids[0]
+    norms = [np.linalg.norm(flat(step.gradient_of(name, span.start, span.stop))) for span in found[0].spans]
+    assert [span.gradient_norm for span in found[0].spans] == pytest.approx(norms, rel=1e-4)
 
 
 def test_a_gradient_that_is_not_finite_is_its_rollout_s_alone_and_nothing_moved(decoder, config, examples, make_batch):

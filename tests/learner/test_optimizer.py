@@ -39,7 +39,7 @@ def _step(config, parameters, gradients, state=None, loss=FINITE, rate=RATE):
 
 
 def test_two_adamw_steps_by_hand():
-    config = OptimizerConfig(beta1=0.9, beta2=0.99, weight_decay=0.5, max_grad_norm=None, epsilon=1e-8)
+    config = OptimizerConfig(beta1=0.9, beta2=0.99, weight_decay=0.5, max_grad_norm=None, epsilon=0.1)
     parameters = {"weight": jnp.array([1.0, -2.0])}
     mean = square = np.zeros(2)
     expected, state = np.array([1.0, -2.0]), None
@@ -48,7 +48,7 @@ def test_two_adamw_steps_by_hand():
         parameters, state, applied = _step(config, parameters, gradients, state)
         mean = 0.9 * mean + 0.1 * np.array(gradient)
         square = 0.99 * square + 0.01 * np.array(gradient) ** 2
-        scaled = (mean / (1 - 0.9**count)) / (np.sqrt(square / (1 - 0.99**count)) + 1e-8)
+        scaled = (mean / (1 - 0.9**count)) / (np.sqrt(square / (1 - 0.99**count)) + 0.1)
         expected = expected - 0.1 * (scaled + 0.5 * expected)
         np.testing.assert_allclose(parameters["weight"], expected, rtol=1e-5)
         assert float(applied.grad_norm) == pytest.approx(np.linalg.norm(gradient), rel=1e-6)
@@ -120,6 +120,14 @@ def test_a_weight_of_a_hundredth_moves_after_many_updates_of_a_small_rate_as_far
     assert start - float(state.master["weight"][0]) == pytest.approx(1e-4, rel=1e-3)
 
 
+def test_decay_is_of_the_master():
+    config = OptimizerConfig(weight_decay=0.5, max_grad_norm=None)
+    parameters = {"weight": jnp.ones(1, jnp.bfloat16)}
+    state = initial_state(config, parameters)._replace(master={"weight": jnp.array([1.003])})
+    _, kept, _ = _step(config, parameters, {"weight": jnp.zeros(1)}, state, rate=jnp.float32(1.0))
+    assert float(kept.master["weight"][0]) == pytest.approx(0.5 * 1.003, rel=1e-6)
+
+
 def test_the_share_of_elements_that_changed_is_of_those_that_train():
     config = OptimizerConfig(frozen=("embedding",))
     parameters = {"embedding": jnp.ones(6), "head": jnp.ones(4)}
@@ -130,6 +138,11 @@ def test_the_share_of_elements_that_changed_is_of_those_that_train():
 
 def test_float32_parameters_need_no_second_copy():
     assert initial_state(OptimizerConfig(), {"weight": jnp.zeros(2)}).master is None
+    mixed = {"weight": jnp.zeros(2, jnp.bfloat16), "norm": jnp.zeros(2)}
+    assert jax.tree.map(lambda leaf: leaf.dtype, initial_state(OptimizerConfig(), mixed).master) == {
+        "weight": jnp.float32,
+        "norm": jnp.float32,
+    }
 
 
 def test_frozen_arrays_stay_and_their_gradients_count_for_nothing():

@@ -91,6 +91,9 @@ def test_a_state_from_before_fits_what_is_frozen_now(decoder):
     torn = {name: array for name, array in written.items() if name != "adam.1.nu.embedding"}
     with pytest.raises(CheckpointError, match=r"missing \['adam.1.nu.embedding'\]"):
         from_named(initial_state(whole, decoder), torn)
+    wide = written | {"adam.1.nu.embedding": written["adam.1.nu.embedding"].astype(np.float64)}
+    with pytest.raises(CheckpointError, match=r"adam.1.nu.embedding is float64\[41, 16\], this model needs float32"):
+        from_named(initial_state(whole, decoder), wide)
 
 
 ENCODER = ("encoder.*",)

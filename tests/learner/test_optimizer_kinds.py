@@ -182,6 +182,20 @@ def test_rates_multiply_the_step_of_what_they_match_decay_included(name):
     assert_close(moved, jax.tree.map(lambda a, b: a - GOLDEN["rate"] * b, PARAMETERS, expected), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("name", "moment", "decay"),
+    [("adamw", "mu", 0.9), ("muon", "adam.mu", 0.9), ("adafactor", "v_row", 1 - 2**-0.8)],
+)
+def test_an_array_without_a_gradient_stays_and_its_moments_decay(name, moment, decay):
+    (before,), state = trained(config_of(name), GRADIENTS[:1])
+    gradients, rate = GRADIENTS[1] | {"embedding": None}, jnp.float32(GOLDEN["rate"])
+    after, kept, applied = stepper(config_of(name))(before, state, gradients, rate, FINITE)
+    np.testing.assert_array_equal(after["embedding"], before["embedding"])
+    assert applied.changed_fraction == 1.0, "of what moves"
+    old, new = (to_named(each)[f"adam.1.{moment}.embedding"] for each in (state, kept))
+    np.testing.assert_allclose(new, decay * old, rtol=1e-6)
+
+
 def test_rates_that_match_nothing_that_trains_are_bad_input():
     with pytest.raises(ConfigError, match=r"rates has \['layers.\*norm'\], which match no array that trains"):
         initial_state(config_of("adamw", rates={"layers.*norm": 2.0}), PARAMETERS)

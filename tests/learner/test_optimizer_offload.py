@@ -52,6 +52,14 @@ def test_offloaded_steps_are_those_of_a_state_on_the_chip(parameters):
     assert {kind for name, kind in kinds.items() if not name.endswith("count")} == {"pinned_host"}
 
 
+@pytest.mark.parametrize(
+    ("shape", "pieces"),
+    [((20,), 1), ((21,), 21), ((4, 6, 5), 4), ((48, 6), 3), ((24, 6), 1), ((128, 1, 1), 64), ((130, 1, 1), 26)],
+)
+def test_pieces_divide_the_first_axis_and_are_whole_tiles_of_a_matrix(shape, pieces):
+    assert optimizer._piece_count(shape) == pieces
+
+
 def test_a_step_that_is_not_finite_moves_nothing(parameters):
     after, state, applied = steps(AWAY, parameters, 1, loss=float("nan"))
     assert not applied.finite and applied.changed_fraction == 0

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from penstock.learner import KlConfig, Learner, LearnerConfig, OptimizerConfig, load_checkpoint, save_checkpoint
 from penstock.learner.checkpoints import restore_learner
 from penstock.learner.losses import LossInputs, TokenLoss, kl_estimate, kl_token_loss
+from penstock.learner.reference import check_reference
 from penstock.model.language import Decoder, named_arrays, save_decoder
 from penstock.text import Tokenizer
 from penstock.types import CheckpointError, ConfigError
@@ -260,6 +261,9 @@ def test_a_directory_s_weights_are_in_no_checkpoint_and_the_run_s_own_are(decode
     assert not any(name.startswith("reference.") for name in learner.state_arrays()), (
         "the policy itself, before it moved"
     )
+    begun = Learner(decoder, with_kl(config, coefficient=0.5, reference="initial"), 10)
+    begun.restore_arrays(learner.state_arrays())
+    assert begun._reference.current(decoder).version == 0, "a checkpoint of before the first update needs none"
     learner.update(make_batch(examples), 0)
     state = learner.state_arrays()
     np.testing.assert_array_equal(state["reference.embedding"], named_arrays(decoder)["embedding"])
@@ -269,6 +273,8 @@ def test_a_directory_s_weights_are_in_no_checkpoint_and_the_run_s_own_are(decode
     late = Learner(learner.decoder, with_kl(config, coefficient=0.5, reference="initial"), 10)
     with pytest.raises(CheckpointError, match=r"version 1 has no reference.*learner\.kl\.reference"):
         late.restore_arrays(plain.state_arrays())
+    with pytest.raises(CheckpointError, match="the checkpoint's reference does not fit: .*embedding"):
+        late.restore_arrays(state | {"reference.embedding": state["reference.embedding"][:-1]})
 
 
 def test_an_average_is_never_taken_for_the_weights_of_the_beginning(decoder, config, examples, make_batch):
@@ -294,6 +300,8 @@ def test_a_reference_of_another_shape_is_refused_and_none_cannot_score(decoder, 
         ConfigError, match=r"num_hidden_layers is 1, the policy's 2; rope_theta is 5\.0, the policy's 1"
     ):
         Learner(decoder, with_kl(config, coefficient=0.5, reference=path), 10)
+    longer = decoder.config.model_copy(update={"max_position_embeddings": 99, "dtype": "bfloat16"})
+    check_reference(path, longer, decoder.config)  # neither makes it another model
     with pytest.raises(ConfigError, match=r"learner\.kl\.reference is null"):
         Learner(decoder, config, 10).reference_logprobs(examples)
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -6,7 +8,13 @@ from hypothesis import strategies as st
 
 from penstock.batch import RowShape, example_from_pair
 from penstock.learner import LossConfig
-from penstock.learner.step import MicroBatch, empty_micro_batch, plan_scoring, plan_update
+from penstock.learner.step import (
+    MicroBatch,
+    empty_micro_batch,
+    has_advantage,
+    plan_scoring,
+    plan_update,
+)
 
 ROW, ROWS = 12, 2
 SHAPE = [RowShape(ROW, ROWS)]
@@ -41,6 +49,8 @@ def test_every_loss_token_has_one_entry_and_its_predecessor_is_its_own_sequences
         assert (tokens[at - 1] == tokens[at] - 1).all(), "tokens count upwards within a sequence"
         assert (segments[at - 1] == segments[at]).all()
         assert not np.asarray(micro_batch.loss_weight)[len(at) :].any()
+        assert not np.asarray(micro_batch.positions)[len(at) :].any()
+        assert (np.asarray(micro_batch.temperature)[len(at) :] == 1).all(), "nothing is divided by 0"
 
 
 @given(lengths_of)
@@ -75,6 +85,30 @@ def test_a_sequence_counts_as_same_version_only_as_a_whole(draw_examples):
     plan = plan_update([current, older, mixed], LossConfig(), [RowShape(ROW, 3)], version_step=3)
     assert _real(plan.micro_batches, "same_version").sum() == current.loss_mask.sum()
     assert _real(plan.micro_batches, "same_version").sum() < len(_real(plan.micro_batches, "labels"))
+
+
+def test_constant_aggregation_divides_by_the_longest_row_unless_a_limit_is_given():
+    loss, shapes = LossConfig(aggregation="constant"), [RowShape(6, 1), RowShape(ROW, 1)]
+    for limits, weight in ((None, 1 / (2 * ROW)), ([4, 4], 1 / (2 * 4))):
+        plan = plan_update(_examples([(1, 2), (3, 5)]), loss, shapes, 0, max_tokens=limits)
+        np.testing.assert_allclose(_real(plan.micro_batches, "loss_weight"), weight, rtol=1e-6)
+
+
+def test_what_is_left_out_counts_and_what_is_outside_the_span_weighs_nothing(draw_examples):
+    examples = draw_examples([(2, 3), (2, 4)])
+    plan = plan_update(examples, LossConfig(), SHAPE, 0, left_out=["t-0-0/0"], span=(2, 4))
+    weights = _real(plan.micro_batches, "loss_weight")
+    tokens = examples[0].loss_mask.sum() + examples[1].loss_mask.sum()
+    inside = examples[1].loss_mask[2:4].sum()
+    assert len(plan.placements) == 1 and len(weights) == examples[1].loss_mask.sum() > inside
+    np.testing.assert_allclose(weights, [1 / tokens] * inside + [0] * (len(weights) - inside), rtol=1e-6)
+
+
+def test_an_advantage_is_one_of_any_token_under_the_loss(draw_examples):
+    (example,) = draw_examples([(2, 5)])
+    first = np.arange(7) == 2
+    assert has_advantage(replace(example, advantage=first.astype(np.float32)))
+    assert not has_advantage(replace(example, advantage=(~example.loss_mask).astype(np.float32)))
 
 
 def test_scoring_asks_for_every_token_but_the_first():

@@ -203,9 +203,7 @@ class RemoteCurriculum:
 
     def update_group(self, group: RolloutGroup) -> None:
         """Records one training group; the replay pool's `on_group`."""
-        lesson_id = group.rollouts[0].lesson_id
-        threshold = self.config.lessons[lesson_id].success_threshold
-        self.update_training(RolloutBatchStats.of(lesson_id, RolloutBatch.of((group,)), threshold))
+        self.update_training(RolloutBatchStats.of(group.rollouts[0].lesson_id, RolloutBatch.of((group,))))
 
     def update_training(self, stats: RolloutBatchStats) -> None:
         """Records training groups."""
@@ -271,7 +269,7 @@ class RemoteCurriculum:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                self._news.wait(1.0)
+                self._news.wait()
                 self._news.clear()
                 while not self._stopping.is_set() and (self._needs_base or self.behind):
                     self._push()
