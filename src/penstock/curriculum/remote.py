@@ -269,7 +269,7 @@ class RemoteCurriculum:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                self._news.wait()
+                self._news.wait(CALL_S)
                 self._news.clear()
                 while not self._stopping.is_set() and (self._needs_base or self.behind):
                     self._push()
