@@ -66,7 +66,7 @@ def test_a_stream_that_is_not_there_has_nothing():
 
 
 ACCESS = Access("token")
-LIMIT_S = 280.0
+LIMIT_S = 20.0
 TICKET = StreamTicket(
     job="j", client="c", incarnation="i", version=WeightVersion(0, 1), base=None, stream=0, streams=1, chunk_bytes=4096
 )

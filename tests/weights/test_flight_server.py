@@ -215,7 +215,7 @@ def test_streams_end_when_the_service_closes(service):
     channel.close()
 
 
-LIMIT_S = 280.0
+LIMIT_S = 20.0
 
 
 class Root:
