@@ -8,12 +8,13 @@ const RENEW_MS = 5000;
 export async function runsPage(main) {
   let picked = draw(main, await api("runs"));
   if (bundle) return null;
-  const busy = () => document.hidden || picked.size || document.querySelector("tr.pick.at, #main :focus-visible, dialog[open]");
+  const busy = () => document.hidden || parse().page !== "runs" || picked.size || document.querySelector("tr.pick.at, #main :focus-visible, dialog[open]");
   const renewing = setInterval(async () => {
     if (busy()) return;
     const found = await api("runs").catch(() => null);
+    if (busy()) return;
     document.getElementById("news").textContent = found ? "" : "no connection";
-    if (found && !busy()) picked = draw(main, found);
+    if (found) picked = draw(main, found);
   }, RENEW_MS);
   return { end: () => clearInterval(renewing) };
 }
