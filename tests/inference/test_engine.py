@@ -1,11 +1,13 @@
 """Continuous batching through the public interface: order, isolation, reproduction, limits, failure, shutdown."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from penstock.inference import EngineConfig, GenerationRequest, InferenceEngine
+from penstock.inference import engine as engine_module
 from penstock.inference.engine import IDLE_WAKE_S
 from penstock.types import (
     CompiledProgram,
@@ -310,3 +312,48 @@ def test_gauges_show_what_runs_and_waits(engine, monkeypatch):
     futures[0].result(WAIT_S)
     stats = engine.stats()
     assert stats["inference/tokens_total"] == 48 and stats["inference/tokens_per_s"] > 0
+
+
+def is_idle(engine):
+    """Once it has seen that nothing is left to do, which it tells nobody."""
+    deadline = time.monotonic() + WAIT_S
+    while engine._calls:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def asked_by_several(engine):
+    with engine._changed:  # both are there when it looks
+        futures = [engine.submit([request(seed=i)])[0] for i in range(2)]
+    assert [len(future.result(WAIT_S)) for future in futures] == [1, 1]
+    is_idle(engine)
+
+
+def test_an_idle_engine_that_several_ask_at_a_time_serves_them_together(engine, monkeypatch):
+    monkeypatch.setattr(engine_module, "GATHER_S", WAIT_S)
+    asked_by_several(engine)
+    before = engine.stats()["inference/dispatches_total"]
+    futures = [engine.submit([request(seed=i)])[0] for i in range(4)]  # as many as there are slots
+    assert [len(future.result(WAIT_S)[0].response_tokens) for future in futures] == [12] * 4
+    assert engine.stats()["inference/dispatches_total"] == before + 3  # of 4 steps
+
+
+def test_an_engine_that_one_asks_at_a_time_waits_for_nobody(engine, monkeypatch):
+    monkeypatch.setattr(engine_module, "GATHER_S", 100 * WAIT_S)
+    for seed in range(3):
+        (answer,) = answers(engine, request(seed=seed))
+        assert len(answer[0].response_tokens) == 12
+    asked_by_several(engine)
+    monkeypatch.setattr(engine_module, "GATHER_S", 0.0)
+    answers(engine, request())  # nobody comes along any more
+    is_idle(engine)
+    monkeypatch.setattr(engine_module, "GATHER_S", 100 * WAIT_S)
+    assert len(answers(engine, request())[0][0].response_tokens) == 12
+
+
+def test_stopping_ends_the_wait_for_others(engine, monkeypatch):
+    monkeypatch.setattr(engine_module, "GATHER_S", 100 * WAIT_S)
+    asked_by_several(engine)
+    (future,) = engine.submit([request()])
+    engine.stop(WAIT_S)
+    assert future.result(WAIT_S)[0].finish_reason == "aborted"

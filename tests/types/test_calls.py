@@ -1,10 +1,14 @@
 """Calls that are repeated: what counts as an answer, when they end, and with what."""
 
 import threading
+import weakref
 
 import pytest
 
 from penstock.types import NoProgressError, RetryingCaller, RunFailed, Stopped, UnreachableError
+from penstock.types.calls import DaemonThreads
+
+WAIT_S = 280.0
 
 
 class Scripted:
@@ -80,3 +84,71 @@ def test_stop_ends_a_wait_and_later_calls():
     assert outcome == ["the connection to replay-0 was closed"]
     with pytest.raises(Stopped):
         calls.call("next", timeout_s=1.0)
+
+
+@pytest.fixture
+def threads():
+    made = DaemonThreads("of a test")
+    yield made
+    made.close()
+
+
+def test_calls_at_a_time_have_a_thread_each(threads):
+    together = threading.Barrier(8)
+    arrivals = [threads.submit(together.wait, WAIT_S) for _ in range(8)]
+    assert sorted(arrival.result(WAIT_S) for arrival in arrivals) == list(range(8))
+
+
+def free(threads):
+    """One that waits for its next call. It does some time after its last call's future is done."""
+    until = threading.Event()
+    while True:
+        found = [threads.submit(threading.current_thread).result(WAIT_S) for _ in range(2)]
+        if found[0] is found[1]:
+            return found[0]
+        until.wait(0.01)
+
+
+def test_a_later_call_takes_the_thread_of_an_earlier_one(threads):
+    thread = free(threads)
+    assert thread.name == "of a test" and thread.daemon and thread is not threading.main_thread()
+
+
+def test_what_a_call_raises_is_raised_where_it_is_read_and_its_thread_goes_on(threads):
+    thread = free(threads)
+    with pytest.raises(ZeroDivisionError):
+        threads.submit(divmod, 1, 0).result(WAIT_S)
+    assert thread.is_alive() and threads.submit(divmod, 7, 2).result(WAIT_S) == (3, 1)
+
+
+def test_a_thread_that_waits_keeps_nothing_of_its_last_call(threads):
+    class Large:
+        pass
+
+    given = Large()
+    kept = weakref.ref(given)
+    threads.submit(lambda each: None, given).result(WAIT_S)
+    del given
+    free(threads)
+    assert kept() is None
+
+
+def test_closing_ends_threads_that_wait_at_once_and_the_others_with_their_call(threads):
+    waiting, until, begun = free(threads), threading.Event(), threading.Event()
+    busy = []
+
+    def work():
+        busy.append(threading.current_thread())
+        begun.set()
+        return until.wait(WAIT_S)
+
+    futures = [threads.submit(work), threads.submit(threading.current_thread)]
+    assert begun.wait(WAIT_S)
+    waiting = futures[1].result(WAIT_S) if busy[0] is waiting else waiting
+    threads.close()
+    waiting.join(WAIT_S)
+    assert not waiting.is_alive() and busy[0].is_alive()
+    until.set()
+    assert futures[0].result(WAIT_S)
+    busy[0].join(WAIT_S)
+    assert not busy[0].is_alive()

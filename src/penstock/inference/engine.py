@@ -55,6 +55,11 @@ PauseMode = Literal["keep", "wait", "abort"]
 IDLE_WAKE_S = 60.0
 """An idle engine waits to be notified; it wakes this often so that no wait is unbounded."""
 
+GATHER_S = 0.003
+"""An idle engine that several asked at a time before waits so long for the next who asks along with the first."""
+
+_MOST_GATHERS = 4
+
 
 class InferenceEngine:
     """Generates responses to many requests at once.
@@ -92,6 +97,7 @@ class InferenceEngine:
         self._served = version
         self._next_weights: tuple[WeightVersion, ServedWeights] | None = None
         self._open_responses, self._fresh_start = 0, False
+        self._calls, self._asked_by_several = 0, False
         self._compiled: list[CompiledProgram] = []
         self._begun = begun
         self._programs: LazyPrograms | None = None
@@ -207,6 +213,7 @@ class InferenceEngine:
                 self._waiting.extendleft(reversed(responses))
             else:
                 self._waiting.extend(responses)
+            self._calls += 1
             self._changed.notify_all()
         self._meter.add(prompts=len(requests))
         return [p.future for p in pending]
@@ -468,12 +475,24 @@ class InferenceEngine:
     def _wait_for_work(self) -> bool:
         """Blocks while there is nothing to do; False when the engine is to stop."""
         with self._changed:
+            if not self._has_work() and self._calls:  # since it was idle last
+                self._asked_by_several, self._calls = self._calls > 1, 0
+            idle = not self._batch.slots.running
             while not (self._stopping or self._next_weights or self._has_work()):
                 if self._pause is not None and not self._paused:
                     self._paused = True
                     self._changed.notify_all()
                 self._changed.wait(IDLE_WAKE_S)
+            if idle and self._asked_by_several and self._waiting:
+                self._gather()
             return not self._stopping
+
+    def _gather(self) -> None:
+        """Waits while others ask along with the first: one prefill and one decode step serve all of them alike."""
+        deadline, calls = time.monotonic() + _MOST_GATHERS * GATHER_S, 0
+        while calls < self._calls and len(self._waiting) < self._batch.slots.free and time.monotonic() < deadline:
+            calls = self._calls
+            self._changed.wait_for(lambda before=calls: self._stopping or self._calls > before, GATHER_S)
 
     def _has_work(self) -> bool:
         """What a pause leaves of it: waited for is what runs, aborted is everything that came before it."""

@@ -4,9 +4,9 @@ It computes nothing itself; the `RolloutManager` does. Two loops run side by sid
 
 - *weights*: waits for a newer version, hands it to the manager's engine, evaluates where an evaluation is due
   (the weights stay at that version meanwhile), and tells the issuer which version serves now;
-- *tickets*: acquires as many tickets as it has room for and generates each in a thread of its own, so that no
-  group waits for another. At staleness zero the tickets of one call form a cohort that generates in lockstep
-  and is delivered in ticket order.
+- *tickets*: acquires as many tickets as it has room for and generates each in a daemon thread of its own, so that no
+  group waits for another, and none that hangs keeps the process from ending. At staleness zero the tickets of one call
+  form a cohort that generates in lockstep and is delivered in ticket order.
 
 Where the engines are in other processes, which fetch their own weights, only the second loop runs.
 
@@ -49,6 +49,7 @@ from penstock.types import (
     WeightSource,
     WeightVersion,
 )
+from penstock.types.calls import DaemonThreads, in_background
 
 
 @dataclass(slots=True)
@@ -207,6 +208,7 @@ class RolloutWorker:
         self._on_failure = on_failure
         self._on_environment = on_environment
         self._context_of = context_of
+        self._groups = DaemonThreads(f"{worker_id}.group")
         self._draining = threading.Event()
         self._stopping = threading.Event()
         self._version: WeightVersion | None = None
@@ -232,7 +234,7 @@ class RolloutWorker:
         Raises:
             NoProgressError: an evaluation goes on for more than ``rollout.lockstep_timeout_s`` after the last group.
         """
-        following = None if self._weights is None else self._spawn(self.run_weights)
+        following = None if self._weights is None else in_background(self.run_weights, f"{self.worker_id}.weights")
         if following is None:
             self.run_tickets()
             return
@@ -292,26 +294,14 @@ class RolloutWorker:
                 elif self._lockstep:
                     self._run_cohort(self._acquire(room))
                 else:
-                    running |= {self._spawn(self._run_group, ticket) for ticket in self._acquire(room)}
+                    running |= {self._groups.submit(self._run_group, ticket) for ticket in self._acquire(room)}
                 running = _still_running(running)
                 self.running = len(running)
             wait(running, POLL_S)
             _still_running(running)
         finally:
             self._stopping.set()
-
-    def _spawn(self, target: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Runs a group in a daemon thread: an environment that hangs must not keep the process from ending."""
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(target(*args))
-            except BaseException as error:  # raised where the future is read
-                future.set_exception(error)
-
-        threading.Thread(target=run, name=f"{self.worker_id}.group", daemon=True).start()
-        return future
+            self._groups.close()
 
     def _acquire(self, room: int) -> list[Ticket]:
         try:
@@ -335,7 +325,7 @@ class RolloutWorker:
         context = cast(ManyInferenceContext, self._manager.context)
         limit_s = self._config.lockstep_timeout_s
         cohort = Lockstep(context, len(tickets), limit_s)
-        futures = [self._spawn(self._in_step, cohort, i, ticket) for i, ticket in enumerate(tickets)]
+        futures = [self._groups.submit(self._in_step, cohort, i, ticket) for i, ticket in enumerate(tickets)]
         _, late = wait(futures, limit_s)
         if late:
             names = [ticket.ticket_id for ticket, future in zip(tickets, futures, strict=True) if future in late]

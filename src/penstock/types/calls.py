@@ -1,13 +1,15 @@
 """How one component calls another, wherever that runs, and calls that are repeated while the other side is silent.
 
 `Caller` is one attempt. `RetryingCaller` repeats it within a limit that has a name. `in_background` is for calls that
-may hang. `CompiledProgram` is what a component says of its start, whichever part of it compiles.
+may hang, and `DaemonThreads` for many of them. `CompiledProgram` is what a component says of its start, whichever part
+of it compiles.
 """
 
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from penstock.types.errors import NoProgressError, PenstockError, Stopped, UnreachableError
@@ -23,15 +25,60 @@ def in_background(function: Callable[[], _Found], name: str = "background") -> F
         name: Of the thread.
     """
     future: Future[_Found] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # handed to whoever reads the future
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=_settle, args=(future, function), name=name, daemon=True).start()
     return future
+
+
+def _settle(future: Future[_Found], function: Callable[..., _Found], *args: Any) -> None:
+    try:
+        future.set_result(function(*args))
+    except BaseException as error:  # handed to whoever reads the future
+        future.set_exception(error)
+
+
+class DaemonThreads:
+    """As many daemon threads as there are calls at a time; each stays for a later call, until `close`. Thread-safe.
+
+    Whoever starts a thread waits until it runs, which on a busy interpreter takes longer than a short call does.
+
+    Args:
+        name: Of each thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        self._changing = threading.Lock()  # guards what follows
+        self._idle = 0
+        self._closed = False
+
+    def submit(self, function: Callable[..., _Found], *args: Any) -> Future[_Found]:
+        """Runs a function at once, whatever others do; what it raises is raised where the future is read."""
+        future: Future[_Found] = Future()
+        with self._changing:
+            is_free = self._idle > 0
+            self._idle -= is_free
+        self._calls.put((future, function, *args))
+        if not is_free:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """Ends the threads, those that run a call when that ends. Waits for none."""
+        with self._changing:
+            self._closed = True
+            idle, self._idle = self._idle, 0
+        for _ in range(idle):
+            self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            _settle(*call)
+            del call  # nothing of it is kept while this waits
+            with self._changing:
+                if self._closed:
+                    return
+                self._idle += 1
 
 
 class Caller(Protocol):
