@@ -156,7 +156,7 @@ def test_what_saves_nothing_is_not_shared(prefixes, common, text, used):
 
 
 def test_what_holds_nothing_and_then_what_was_used_longest_ago_is_taken_first(spoken):
-    assert spoken.oldest([1, 2, 4]) == 4
-    assert spoken.oldest([1, 2]) == 1
+    assert spoken.oldest([1, 2, 4], 2) == [4, 1]
+    assert spoken.oldest([1, 2], 1) == [1]
     spoken.touch(1)
-    assert spoken.oldest([1, 2]) == 2
+    assert spoken.oldest([1, 2], 1) == [2]

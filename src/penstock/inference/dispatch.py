@@ -181,11 +181,11 @@ class PrefixIndex:
         best = fits[slots]
         return int(slots[best.argmax()]) if best.any() else None
 
-    def oldest(self, free: Sequence[int]) -> int:
-        """The slot of which least is lost, the first of several."""
+    def oldest(self, free: Sequence[int], count: int) -> list[int]:
+        """So many slots, those first of which least is lost; of several alike as they are given."""
         slots = np.array(free, np.int64)
-        self._grow(int(slots.max()) + 1, 0)
-        return int(slots[self._used[slots].argmin()])
+        self._grow(int(slots.max(initial=-1)) + 1, 0)
+        return slots[self._used[slots].argsort(kind="stable")[:count]].tolist()
 
     @property
     def reach(self) -> int:

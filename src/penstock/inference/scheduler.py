@@ -365,8 +365,7 @@ class RunningBatch:
             donor, common = self._prefixes.longest(response.prompt[:-1])
             if common:
                 self._prefixes.touch(donor)
-        for response in rest:
-            slot = self._prefixes.oldest(self.slots.unoccupied)
+        for slot, response in zip(self._prefixes.oldest(self.slots.unoccupied, len(rest)), rest, strict=True):
             placed.append((self.slots.assign(response, slot), response))
         return placed
 
@@ -526,7 +525,7 @@ class RunningBatch:
         if version != self._version:
             self._prefixes.clear()
             self._version = version
-        slot = self._prefixes.oldest(self.slots.unoccupied)
+        (slot,) = self._prefixes.oldest(self.slots.unoccupied, 1)
         if cache.window > self.runner.window:
             self.runner.resize(cache.window)
         self.runner.insert(cache, {slot: (0, len(text))})

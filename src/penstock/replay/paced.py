@@ -148,7 +148,8 @@ class PacedReplayBuffer:
             return
         entry.phase = "delivered"
         self._held[group.group_id] = (group, entry)
-        self._faults_of(group.group_id)  # from now on it waits for digests, where those are not in
+        if self._config.synchronous:
+            self._faults_of(group.group_id)  # from now on it waits for digests, where those are not in
         self._ingest_ready()
 
     def _ingest_ready(self) -> None:

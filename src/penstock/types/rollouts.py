@@ -9,7 +9,7 @@ argument what is in them; without one they hold what language policies make.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, cast
 
 import numpy as np
@@ -268,7 +268,11 @@ class Rollout:
     ) -> "Rollout":
         """This rollout with what only its generator knows; `timings` are beside those that it has."""
         known = {**self.timings, **(timings or {})}
-        return replace(self, metadata=metadata, rollout_id=rollout_id, lesson_id=lesson_id, timings=known)
+        changes = {"metadata": metadata, "rollout_id": rollout_id, "lesson_id": lesson_id, "timings": known}
+        named = object.__new__(type(self))  # nothing that was checked changes
+        for name in self.__dataclass_fields__:
+            object.__setattr__(named, name, changes[name] if name in changes else getattr(self, name))
+        return named
 
     def __repr__(self) -> str:
         return describe_rollout(self)
