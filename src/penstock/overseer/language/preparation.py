@@ -63,6 +63,7 @@ class _Check(NamedTuple):
     Attributes:
         step: The version.
         decoder: Its arrays.
+        examples: The batch.
         evidence: By engine's name, sequences that it sampled; `UNATTRIBUTED` where nobody knows which one did.
         engines: The engines that serve, by name, with their incarnations as rollouts have them.
         silent: Names of those that tell no digests: what is found stands in for them.
@@ -73,6 +74,7 @@ class _Check(NamedTuple):
 
     step: int
     decoder: Decoder
+    examples: Sequence[RLExample]
     evidence: Mapping[str, Sequence[RLExample]]
     engines: Mapping[str, str]
     silent: tuple[str, ...]
@@ -91,6 +93,9 @@ UNATTRIBUTED = "rollouts"
 FIRST_ANSWER_S = 60.0
 """Longest wait for the first canary of an engine, which may still compile what answers it."""
 
+SUFFICIENT_IN_A_ROW = 3
+"""Where what arrived during so many updates was evidence enough, the next one asks no canary ahead."""
+
 
 @final
 class ParityCheck:
@@ -98,7 +103,8 @@ class ParityCheck:
 
     Evidence is what the version sampled itself: sequences of the batch, else of what arrived lately, which says who
     answered. An engine of which there is none answers a few prompts of the batch anew while the update is computed:
-    canaries, and one context near the longest length.
+    canaries, and one context near the longest length. Where what arrives during updates has been enough, they are
+    asked only once the update is made and there is still none.
 
     Args:
         ctx: The component's, which knows the engines.
@@ -120,6 +126,7 @@ class ParityCheck:
         self._metrics: Mapping[str, float] = {}
         self._began = 0.0
         self._update_s = 0.0  # of the last update
+        self._sufficient = 0  # updates in a row during which enough arrived
         self._asked = set[str]()  # engines, once
 
     def begin(self, learner: Learner, batch: TrainingBatch[RLExample]) -> None:
@@ -141,21 +148,16 @@ class ParityCheck:
             if self._wants_more(own) and sampled_first_by(example, batch.step):
                 own.append(example)
         evidence = {name: own for name in engines} if own and len(engines) == 1 else {}
-        check = _Check(batch.step, learner.decoder, evidence, engines, silent, {}, self._config.wait_s, started)
+        held = batch.step, learner.decoder, batch.examples
+        check = _Check(*held, evidence, engines, silent, {}, self._config.wait_s, started)
         if check.lacking() or not engines:
             check = check._replace(evidence={**check.evidence, **self._arrived(check)})
         if engines and not check.lacking():
             self._metrics = self._judge(learner, check)
             return
-        lacking = check.lacking()
-        asked = {engines[name] for name in lacking}
-        wait_s = self._config.wait_s if asked <= self._asked else max(self._config.wait_s, FIRST_ANSWER_S)
-        self._asked |= asked
-        # An update takes about as long as the last one.
-        what = batch.step, self._prompts(batch.examples), self._update_s + wait_s
-        canaries = {name: self._calls.submit(self._canary, name, *what) for name in lacking}
-        seconds = time.perf_counter() - started
-        self._check = check._replace(canaries=canaries, wait_s=wait_s, started=-seconds)
+        if self._sufficient < SUFFICIENT_IN_A_ROW:
+            check = self._ask(check, self._update_s)  # an update takes about as long as the last one
+        self._check = check._replace(started=started - time.perf_counter())
 
     def end(self, learner: Learner) -> Mapping[str, float]:
         """``train/parity_…`` of the version before the update, and ``time/parity``.
@@ -169,7 +171,21 @@ class ParityCheck:
             return self._metrics
         started = time.perf_counter() + check.started
         evidence = {**check.evidence, **self._arrived(check)} if check.lacking() else check.evidence
-        return self._judge(learner, check._replace(evidence=evidence, started=started))
+        check = check._replace(evidence=evidence, started=started)
+        self._sufficient = 0 if check.lacking() else self._sufficient + 1
+        if check.lacking() and not check.canaries:
+            check = self._ask(check, 0.0)
+        return self._judge(learner, check)
+
+    def _ask(self, check: _Check, update_s: float) -> _Check:
+        """Has engines without evidence answer; they may take as long as the update, and `wait_s` after it."""
+        lacking = check.lacking()
+        asked = {check.engines[name] for name in lacking}
+        wait_s = self._config.wait_s if asked <= self._asked else max(self._config.wait_s, FIRST_ANSWER_S)
+        self._asked |= asked
+        what = check.step, self._prompts(check.examples), update_s + wait_s
+        canaries = {name: self._calls.submit(self._canary, name, *what) for name in lacking}
+        return check._replace(canaries=canaries, wait_s=wait_s)
 
     def wait_for_canaries(self) -> None:
         """Returns when what was asked is answered, or its `wait_s` later."""
