@@ -71,7 +71,7 @@ _SMALL = {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 328, "num
 CASES = {
     "equal": Case(SHAPE, 64, False, 16, 1.7),
     "ragged": Case(SHAPE | {"vocab_size": 64, "num_hidden_layers": 9}, 256, True, 8, 3.0),
-    "small": Case(SHAPE | _SMALL, 64, False, 16, 5.0),
+    "small": Case(SHAPE | _SMALL, 64, False, 8, 5.0),
 }
 
 
