@@ -69,14 +69,15 @@ KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**4
 
 def main() -> None:
     arguments = parse()
+    cases = {name: CASES[name]._replace(rows=arguments.rows or CASES[name].rows) for name in arguments.cases}
     if arguments.worker is not None:
-        work(Path(arguments.worker), CASES[arguments.cases[0]], arguments.attention)
+        work(Path(arguments.worker), cases[arguments.cases[0]], arguments.attention)
         return
     if arguments.processors is not None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.processors])
     marks = Marks()
     for name in arguments.cases:
-        compare(name, CASES[name], arguments, marks)
+        compare(name, cases[name], arguments, marks)
     sys.exit(marks.report())
 
 
@@ -88,6 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--processors", type=int, help="how many each side may use; by default all")
     parser.add_argument("--keep", choices=("none", "penstock", "both"), default="none", help="whose freed memory")
+    parser.add_argument("--rows", type=int, help="of a micro-batch, on both sides; by default as many as the case has")
     parser.add_argument("--attention", default="auto", help="learner.attention")
     parser.add_argument("--worker", metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -137,7 +139,17 @@ def compare(name: str, case: Case, arguments: argparse.Namespace, marks: Marks) 
     """One case: prints medians, and adds its marks."""
     with tempfile.TemporaryDirectory() as folder:
         decoder = prepare(Path(folder), case, arguments.model)
-        own = [sys.executable, "-m", "benchmarks.learner", "--worker", folder, "--cases", name]
+        own = [
+            sys.executable,
+            "-m",
+            "benchmarks.learner",
+            "--worker",
+            folder,
+            "--cases",
+            name,
+            "--rows",
+            str(case.rows),
+        ]
         peer = Path(__file__).with_name("learner_peer.py")
         sides = {
             "penstock": Side([*own, "--attention", arguments.attention], KEPT if arguments.keep != "none" else {}),
