@@ -165,4 +165,7 @@ def test_bad_input_is_found_before_a_model_is_loaded(tmp_path):
         generate(tmp_path, config(), tmp_path / "a.jsonl")
     with pytest.raises(UnreachableError, match="127.0.0.1:9/v1/models does not answer"):
         generate("http://127.0.0.1:9", config(), tmp_path / "a.jsonl")
+    for url in ("http://127.0.0.1:port", "http://"):
+        with pytest.raises(ConfigError, match="cannot be asked .* give the URL of a server as http://HOST:PORT"):
+            generate(url, config(), tmp_path / "a.jsonl")
     assert not (tmp_path / "a.jsonl").exists()

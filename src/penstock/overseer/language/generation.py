@@ -17,6 +17,7 @@ from penstock.environments import Environment
 from penstock.inference import AgentEndpoint, RemoteContext, ServerPool
 from penstock.inference.external import dialect_of
 from penstock.inference.routing import Server
+from penstock.inference.server_pool import trusting
 from penstock.inference.serving import model_directory
 from penstock.model.language import load_policy
 from penstock.overseer.config import RunConfig
@@ -196,7 +197,7 @@ def _models_of(url: str, token: str | None, authority: str | None) -> list[str]:
     """The names of a server's models, one at least."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
-        with httpx.Client(verify=True if authority is None else authority, timeout=_ASK_S, headers=headers) as client:
+        with httpx.Client(verify=trusting(authority), timeout=_ASK_S, headers=headers) as client:
             answer = client.get(f"{url}/v1/models")
             answer.raise_for_status()
             names = [str(card["id"]) for card in answer.json()["data"]]
@@ -208,6 +209,8 @@ def _models_of(url: str, token: str | None, authority: str | None) -> list[str]:
             f"{url} answered {error.response.status_code} to /v1/models: give the URL of a server as "
             "http://HOST:PORT, and its token in PENSTOCK_TOKEN"
         ) from error
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise ConfigError(f"{url} cannot be asked ({error}): give the URL of a server as http://HOST:PORT") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(
             f"{url}/v1/models is no list of models: give the URL of a server as http://HOST:PORT"
