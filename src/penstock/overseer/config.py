@@ -26,7 +26,6 @@ FLAG_KEYS = {
     "--served-model-name": "inference.external.model", "--dtype": "model.dtype",
     "--max-model-len": "inference.max_seq_len", "--max-num-seqs": "inference.max_slots",
     "--max-lora-rank": "model.lora.rank", "--max-loras": "replay.staleness_budget",
-    "--enable-sleep-mode": "inference.external.colocate", "--enable-lora": "inference.external.weights",
 }  # fmt: skip
 """Keys that say what a run adds to a server's command."""
 
