@@ -88,10 +88,22 @@ def test_a_token_is_not_printed():
         ({"engine": "vllm", "external": {"urls": ["http://a:1"], "launch": ["{model}"], "weights": "none"}}, "exactly"),
         ({"engine": "vllm", "external": {"urls": ["a:1"]}}, "as http://HOST:PORT"),
         ({"engine": "vllm", "external": {"urls": ["http://a:1/v1"]}}, "without a path"),
+        *(
+            ({"engine": "vllm", "external": {"urls": [url]}}, "as http://HOST:PORT")
+            for url in ("http://:1", "http://a:b", "http://a:0", "http://a:65536", "http://a:", "http://me:key@a:1")
+        ),
+        ({"engine": "vllm", "external": {"urls": ["http://a:1"] * 2}, "servers": 2}, "urls holds 'http://a:1' twice"),
         ({"engine": "vllm", "external": {"launch": ["vllm", "serve"]}}, "one of its words must be {model}"),
         ({"engine": "vllm", "external": {"urls": ["http://a:1"]}, "servers": 2}, "names 1 servers, and servers is 2"),
         ({"engine": "vllm", "external": {"urls": ["http://a:1"], "weights": "lora", "kv": "keep"}}, "kv is"),
-        ({"engine": "vllm", "external": {"urls": ["http://a:1"]}, "prefill_rows": 4}, "of Penstock's own engine"),
+        *(
+            ({"engine": "vllm", "external": {"urls": ["http://a:1"]}, **key}, "of Penstock's own engine")
+            for key in ({"prefill_rows": 4}, {"prefill_chunk": 64}, {"decode_rows": [8]}, {"host": "0.0.0.0"})
+        ),
+        *(
+            ({"engine": "vllm", "external": {"urls": ["http://a:1"], "pause": pause, "kv": "keep"}}, "kv is")
+            for pause in ("wait", "abort")
+        ),
         ({"engine": "openai", "external": {"urls": ["http://a:1"]}}, "no way to change weights; set it to none"),
         (
             {"engine": "openai", "external": {"launch": ["x", "{model}"], "weights": "none"}},
@@ -102,3 +114,9 @@ def test_a_token_is_not_printed():
 def test_an_external_engine_that_cannot_be_is_refused(keys, said):
     with pytest.raises(ValidationError, match=said):
         InferenceConfig.model_validate(keys)
+
+
+@pytest.mark.parametrize("url", ["http://a", "https://a.b:65535", "http://10.0.0.1:1", "http://[::1]:8000"])
+def test_a_server_may_be_anywhere(url):
+    config = InferenceConfig.model_validate({"engine": "vllm", "external": {"urls": [url]}})
+    assert config.external is not None and config.external.urls == (url,)

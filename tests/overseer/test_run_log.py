@@ -28,6 +28,18 @@ def test_a_death_of_a_component_is_one_line(tmp_path):
     assert (event["event"], event["component"], event["incarnation"]) == ("component_death", "rollout-1", 0)
 
 
+def test_what_is_wrong_with_a_server_of_another_make_is_told_at_once(tmp_path):
+    log = _log(tmp_path / "run")
+    log.event("external_engine", server="inference-0#0", url="http://a:1", version="0.32.0")
+    log.event("external_engine_failed", server="inference-0#0", reason="it ended: no such\n flag")
+    log.event("external_engine_relaunches", server="inference-0#0", reason="its output matrix stays old")
+    log.close()
+    assert list(log.progress.notes) == [
+        "the server of inference-0#0 failed: it ended: no such flag",
+        "the server of inference-0#0 is started anew for each version: its output matrix stays old",
+    ]
+
+
 def test_that_a_run_goes_back_is_told_at_once_whatever_died_before_and_after(tmp_path):
     log = _log(tmp_path / "run")
     console = Console(file=io.StringIO(), width=200)

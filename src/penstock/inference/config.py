@@ -24,7 +24,8 @@ SMALL_PREFILL = 128
 """Padded tokens: fewer, for a prompt that comes alone, save less than another program costs to compile."""
 
 
-_SERVER_URL = re.compile(r"https?://[^/?#\s]+")
+_SERVER_URL = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[^/?#@:\[\]\s]+)(:[0-9]{1,5})?")
+LARGEST_PORT = 65535
 
 
 class EngineConfig(BaseModel):
@@ -186,8 +187,11 @@ class ExternalConfig(BaseModel):
                 "none neither"
             )
         for url in self.urls:
-            if not _SERVER_URL.fullmatch(url):
+            parts = _SERVER_URL.fullmatch(url)
+            if parts is None or int((parts[2] or ":1")[1:]) not in range(1, LARGEST_PORT + 1):
                 raise ValueError(f"urls holds {url!r}: give it as http://HOST:PORT, without a path or slash behind")
+            if self.urls.count(url) > 1:
+                raise ValueError(f"urls holds {url!r} twice: a server has one version at a time; name each once")
         if self.launch and "{model}" not in self.launch:
             raise ValueError(
                 f"launch is {' '.join(self.launch)}: one of its words must be {{model}}, in whose place stands the "
@@ -206,12 +210,14 @@ class ExternalConfig(BaseModel):
             refuse_idle(self, ("weights_dir", "colocate"), why)
         if self.colocate and self.kv == "keep":
             raise ValueError("kv is keep, and colocate is set: a server that sleeps has no cache to keep; leave kv out")
+        if self.pause != "keep":
+            refuse_idle(self, ("kv",), f"pause is {self.pause}: no request goes on with a cache")
         return self
 
 
 _BUILTIN_KEYS = (
-    "steps_per_dispatch", "prefill_rows", "prefill_tokens", "prefill_lengths", "windows", "max_stop_token_ids",
-    "model_parallel", "forgets", "host", "tls_cert", "tls_key", "max_waiting",
+    *(key for key in EngineConfig.model_fields if key not in ("max_slots", "max_seq_len", "request_timeout_s")),
+    "host", "tls_cert", "tls_key", "max_waiting",
 )  # fmt: skip
 
 
@@ -257,8 +263,11 @@ class InferenceConfig(EngineConfig):
     def _external_fits(self) -> "InferenceConfig":
         external = self.external
         if (self.engine == "builtin") != (external is None):
-            what = "has no effect" if external is not None else "is missing: give external.urls or external.launch"
-            what += ", or external.weights=none for penstock generate URL" if external is None else ""
+            what = (
+                "is missing: give external.urls or external.launch, or external.weights=none for penstock generate URL"
+                if external is None
+                else "has no effect: set engine to what the servers are, or external to null"
+            )
             raise ValueError(f"engine is {self.engine}, and external {what}")
         if external is None:
             return self

@@ -28,6 +28,7 @@ from penstock.inference.external import (
     label_of,
     version_of_label,
 )
+from penstock.inference.server_pool import trusting
 from penstock.types import ConfigError, UnreachableError, WeightsError, WeightVersion
 
 ASK_S = 30.0
@@ -56,6 +57,9 @@ class ServerControl(ABC):
         config: How long sequences are, and how the server gets weights.
         change_s: Longest wait for a change of weights, in seconds.
 
+    Raises:
+        ConfigError: the certificates that are to be trusted cannot be read.
+
     Attributes:
         path: Of the route for tokens.
         health: Of one that answers while it lives.
@@ -74,7 +78,7 @@ class ServerControl(ABC):
         assert config.external is not None  # or there is none to drive
         self._url, self._config, self._max_seq_len, self._change_s = url, config.external, config.max_seq_len, change_s
         headers = {"connection": "close"} | ({} if key is None else {"authorization": f"Bearer {key}"})
-        self._client = httpx.Client(headers=headers, trust_env=False)
+        self._client = httpx.Client(headers=headers, trust_env=False, verify=trusting(config.tls_ca))
 
     @final
     def close(self) -> None:
@@ -214,7 +218,9 @@ class ServerControl(ABC):
     def _check_models(self) -> None:
         asked = self._send("GET", "/v1/models", ASK_S)
         if asked.status_code == 401:
-            raise ConfigError(f"{self._url} asks for a key: give the file that holds it as external.api_key_file")
+            given = self._config.api_key_file
+            what = "asks for a key" if given is None else f"takes another key than that of {given}"
+            raise ConfigError(f"{self._url} {what}: give the file that holds it as inference.external.api_key_file")
         cards = _json(asked).get("data") or []
         names = [card.get("id") for card in cards]
         if self._config.model not in names:
@@ -342,8 +348,8 @@ class VllmControl(ServerControl):
         model = (_json(asked).get("vllm_config") or {}).get("model_config") or {}
         if not model.get("enable_sleep_mode"):
             raise ConfigError(
-                f"external.colocate is set, and {self._url} would sleep without giving memory back: start it with "
-                "--enable-sleep-mode, which vLLM has on GPUs alone"
+                f"inference.external.colocate is set, and {self._url} would sleep without giving memory back: start it "
+                "with --enable-sleep-mode, which vLLM has on GPUs alone"
             )
 
     @override

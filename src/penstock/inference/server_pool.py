@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -384,7 +385,7 @@ class ServerPool:
         self.model_name = MODEL_NAME
         self.dialect: Dialect = PenstockDialect()
         self._timeout_s = request_timeout_s
-        tls, clock = _tls(certificate_authority), time.monotonic
+        tls, clock = trusting(certificate_authority), time.monotonic
         self._make_connection: Callable[[Server], ServerConnection] = lambda server: ServerConnection(
             server, token, tls, clock, quiet_s, health_s
         )
@@ -551,7 +552,15 @@ class ServerPool:
         return self._connections[server.identity]
 
 
-def _tls(certificate_authority: str | None) -> ssl.SSLContext:
+def trusting(certificate_authority: Path | str | None) -> ssl.SSLContext:
+    """What checks servers' certificates.
+
+    Args:
+        certificate_authority: File with those that theirs must be signed by (PEM); None trusts those of the system.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
         return ssl.create_default_context(cafile=certificate_authority)
     except OSError as error:  # ssl.SSLError is one

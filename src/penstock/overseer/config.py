@@ -22,6 +22,13 @@ from penstock.weights.config import WeightsConfig
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM 0.32 takes for ``--max-lora-rank``, and nothing between."""
 
+FLAG_KEYS = {
+    "--served-model-name": "inference.external.model", "--dtype": "model.dtype",
+    "--max-model-len": "inference.max_seq_len", "--max-num-seqs": "inference.max_slots",
+    "--max-lora-rank": "model.lora.rank", "--max-loras": "replay.staleness_budget",
+}  # fmt: skip
+"""Keys that say what a run adds to a server's command."""
+
 
 class OverseerConfig(BaseModel):
     """How a run is watched and saved.
@@ -331,6 +338,15 @@ class RunConfig(BaseModel):
                 "inference.external.weights is lora, and model.lora says nothing: name the adapter there, or set "
                 "inference.external.weights to directory"
             )
+        added = {word for word in self.server_command("", 0)[len(external.launch) :] if word.startswith("--")}
+        for word in external.launch:
+            flag = word.partition("=")[0].replace("_", "-")
+            if flag in added:
+                key = FLAG_KEYS.get(flag)
+                raise ValueError(
+                    f"inference.external.launch has {word}, and a run adds {flag} itself: leave it out"
+                    + (f", and set {key}" if key else "")
+                )
         for lesson_id, lesson in self.curriculum.lessons.items():
             if self.inference.engine == "vllm" and lesson.sampling_params.temperature < COLDEST:
                 raise ValueError(

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 SHOWN_EVENTS = frozenset(
     {
         "answer_cut", "badly_scaled", "component_death", "data_changed", "disk_full", "evaluated_before",
-        "evaluation_failed", "evaluation_slow", "files_damaged", "files_missing", "goal_reached", "graduated",
-        "group_failed", "isolation", "memory_freed", "prometheus", "regressed", "rewind", "rollouts_quarantined",
-        "scale_refused", "solutions_too_long", "started_anew", "straggler", "tracker_failed", "unlocked",
-        "update_skipped",
+        "evaluation_failed", "evaluation_slow", "external_engine_failed", "external_engine_relaunches", "files_damaged",
+        "files_missing", "goal_reached", "graduated", "group_failed", "isolation", "memory_freed", "prometheus",
+        "regressed", "rewind", "rollouts_quarantined", "scale_refused", "solutions_too_long", "started_anew",
+        "straggler", "tracker_failed", "unlocked", "update_skipped",
     }
 )  # fmt: skip
 """Events that concern the user at once."""
@@ -188,6 +188,9 @@ def _endpoint(config: "RunConfig | FleetRunConfig", directory: RunDirectory) -> 
 def _in_words(kind: str, fields: Mapping[str, Any]) -> str:
     if kind == "component_death":
         return " ".join(f"{fields['component']} died: {fields['reason']}".split())
+    if kind in ("external_engine_failed", "external_engine_relaunches"):
+        what = "failed" if kind == "external_engine_failed" else "is started anew for each version"
+        return " ".join(f"the server of {fields['server']} {what}: {fields['reason']}".split())
     if kind == "answer_cut":
         return f"lesson {fields['lesson']}: an answer was cut {fields['reason']}"
     if kind in ("badly_scaled", "evaluated_before", "evaluation_slow"):

@@ -146,8 +146,9 @@ def test_what_each_is_to_be_given_of_a_card_is_said(shapes):
         "--gpu-memory-utilization 0.11. Start Penstock with XLA_PYTHON_CLIENT_MEM_FRACTION=0.81" in words
     )  # rounded up
     assert "ALLOCATOR=platform" in sharing_words(config(*through_vllm(colocate=True)), MODEL, card)
-    given = through_vllm(launch=["vllm", "serve", "{model}", "--gpu-memory-utilization", "0.4"])
-    assert "; external.launch gives it 0.4." in sharing_words(config(*given), MODEL, card)
+    for share in (["--gpu-memory-utilization", "0.4"], ["--gpu-memory-utilization=0.4"]):
+        given = through_vllm(launch=["vllm", "serve", "{model}", *share])
+        assert "; external.launch gives it 0.4." in sharing_words(config(*given), MODEL, card)
     assert "One card: much" in printed(report(sharing="One card: much"))
 
 

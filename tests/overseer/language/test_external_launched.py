@@ -59,6 +59,19 @@ def test_the_command_has_what_a_run_needs():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--max-model-len", "4096"], "adds --max-model-len itself: leave it out, and set inference.max_seq_len"),
+        (["--max_num_seqs=64"], "has --max_num_seqs=64, .* itself: leave it out, and set inference.max_slots"),
+        (["--port", "8000"], "adds --port itself: leave it out$"),
+    ],
+)
+def test_a_flag_that_a_run_says_itself_is_refused(words, said):
+    with pytest.raises(ConfigError, match=said):
+        configured(urls=[], launch=["vllm", "serve", "{model}", *words])
+
+
 @pytest.mark.parametrize(("rank", "most"), [(1, "1"), (2, "8"), (16, "16"), (24, "32")])
 def test_an_adapters_rank_is_given_as_one_that_vllm_takes(lora, rank, most):
     config = configured(*lora, f"model.lora={{rank: {rank}}}", urls=[], launch=FAKE, weights="lora")

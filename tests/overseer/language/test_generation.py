@@ -2,6 +2,9 @@
 
 import pyarrow.parquet as pq
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 import penstock
 from penstock.inference.access import AccessRules
@@ -108,6 +111,19 @@ def test_a_server_with_openais_api_answers_by_the_name_of_its_model(tmp_path, ma
         asked(server.url)
 
 
+def test_a_server_of_another_make_is_asked_in_no_dialect_of_ours(tmp_path):
+    async def models(_):
+        return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "vllm"}]})
+
+    server = HttpServer(Starlette(routes=[Route("/v1/models", models)]))
+    server.start()
+    try:
+        with pytest.raises(ConfigError, match=r"engine is builtin, and .*\(owned_by is 'vllm'\): set inference.engine"):
+            generate(server.url, tiny(), tmp_path / "a.jsonl")
+    finally:
+        server.stop()
+
+
 def test_an_adapter_answers_in_the_dtype_that_its_run_trains_it_in(tmp_path, made, monkeypatch):
     decoder, folder = made
     base, tokenizer, loaded = str(folder), Tokenizer.load("penstock"), []
@@ -165,4 +181,7 @@ def test_bad_input_is_found_before_a_model_is_loaded(tmp_path):
         generate(tmp_path, config(), tmp_path / "a.jsonl")
     with pytest.raises(UnreachableError, match="127.0.0.1:9/v1/models does not answer"):
         generate("http://127.0.0.1:9", config(), tmp_path / "a.jsonl")
+    for url in ("http://127.0.0.1:port", "http://"):
+        with pytest.raises(ConfigError, match="cannot be asked .* give the URL of a server as http://HOST:PORT"):
+            generate(url, config(), tmp_path / "a.jsonl")
     assert not (tmp_path / "a.jsonl").exists()

@@ -213,7 +213,7 @@ def test_what_a_server_lacks_is_refused_with_the_flag(bare, tmp_path):
     lora = ["model.init=null", f"model.path={base}", "model.lora={rank: 8}"]
     short = ("--max-model-len", "64")
     nothing = bare("--max-model-len", "32", VLLM_API_KEY="a key")
-    refused("give the file that holds it as external.api_key_file", nothing)
+    refused("give the file that holds it as inference.external.api_key_file", nothing)
     refused("start it with --served-model-name policy", nothing, model="policy", api_key_file=str(key))
     refused("start it with --max-model-len 64", nothing, api_key_file=str(key))
     few = "inference.max_seq_len=32"

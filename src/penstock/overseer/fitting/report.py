@@ -441,7 +441,8 @@ def sharing_words(config: RunConfig, model: ModelConfig, chip: Chip) -> str:
     start = f"XLA_PYTHON_CLIENT_MEM_FRACTION={max(rest, 0.0):.2f}"
     if external.colocate:
         start = "XLA_PYTHON_CLIENT_ALLOCATOR=platform, so that each gives back what the other takes"
-    given = next((word for name, word in pairwise(external.launch) if name == UTILIZATION), None)
+    parts = [part for word in external.launch for part in word.split("=", 1)]
+    given = next((word for name, word in pairwise(parts) if name == UTILIZATION), None)
     told = f"; external.launch gives it {given}" if given is not None else ""
     return f"{words}: {UTILIZATION} {share:.2f}{told}. Start Penstock with {start}."
 

@@ -339,7 +339,7 @@ class ExternalEngine:
         control = control_of(self._url, self._key, self._run.inference, change_s)
         try:
             if not self._config.launch and not control.healthy():
-                raise UnreachableError(f"{self._url} does not answer that it is healthy")
+                raise UnreachableError(f"{self._url} is not healthy: start it, or change inference.external.urls")
             if self._doubtful:
                 self._have_it_load(control, weights.directory)
             control.disown()

@@ -17,6 +17,7 @@ from penstock.environments import Environment
 from penstock.inference import AgentEndpoint, RemoteContext, ServerPool
 from penstock.inference.external import dialect_of
 from penstock.inference.routing import Server
+from penstock.inference.server_pool import trusting
 from penstock.inference.serving import model_directory
 from penstock.model.language import load_policy
 from penstock.overseer.config import RunConfig
@@ -177,7 +178,12 @@ def _served(url: str, config: RunConfig, token: str | None) -> Iterator[RemoteCo
     try:
         models = _models_of(url, token, authority)
         if external is None:
-            pool.model_name = models[0]
+            pool.model_name, maker = next(iter(models.items()))
+            if maker != "penstock":
+                raise ConfigError(
+                    f"inference.engine is builtin, and {url} is a server of another make (owned_by is {maker!r}): set "
+                    "inference.engine to vllm, sglang or openai, and inference.external={weights: none}"
+                )
         elif external.model not in models:
             found = ", ".join(map(repr, models))
             raise ConfigError(
@@ -192,23 +198,25 @@ def _served(url: str, config: RunConfig, token: str | None) -> Iterator[RemoteCo
         pool.close()
 
 
-def _models_of(url: str, token: str | None, authority: str | None) -> list[str]:
-    """The names of a server's models, one at least."""
+def _models_of(url: str, token: str | None, authority: str | None) -> dict[str, str]:
+    """Who made a server's models, by their names; one at least."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
-        with httpx.Client(verify=True if authority is None else authority, timeout=_ASK_S, headers=headers) as client:
+        with httpx.Client(verify=trusting(authority), timeout=_ASK_S, headers=headers) as client:
             answer = client.get(f"{url}/v1/models")
             answer.raise_for_status()
-            names = [str(card["id"]) for card in answer.json()["data"]]
-        if not names:
+            makers = {str(card["id"]): str(card.get("owned_by")) for card in answer.json()["data"]}
+        if not makers:
             raise ValueError("there is none")
-        return names
+        return makers
     except httpx.HTTPStatusError as error:
         raise ConfigError(
             f"{url} answered {error.response.status_code} to /v1/models: give the URL of a server as "
             "http://HOST:PORT, and its token in PENSTOCK_TOKEN"
         ) from error
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise ConfigError(f"{url} cannot be asked ({error}): give the URL of a server as http://HOST:PORT") from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{url}/v1/models is no list of models: give the URL of a server as http://HOST:PORT"
         ) from error
