@@ -8,7 +8,6 @@ follows is a function of that submission and the weights; any other takes from i
 An exception in the thread fails every pending future and is raised again by the next call.
 """
 
-import functools
 import threading
 import time
 from collections import deque
@@ -167,7 +166,7 @@ class InferenceEngine:
         told = 0
         while True:
             with self._changed:
-                self._wait_for(functools.partial(self._has_compiled_more, told), timeout_s)
+                self._wait_for(lambda told=told: len(self._compiled) > told or self._ready, timeout_s)
                 news, ready = self._compiled[told:], self._ready
             if not (news or ready):
                 raise NoProgressError(
@@ -178,9 +177,6 @@ class InferenceEngine:
             told += len(news)
             if ready:
                 return
-
-    def _has_compiled_more(self, than: int) -> bool:
-        return len(self._compiled) > than or self._ready
 
     def submit(self, requests: Sequence[GenerationRequest], *, first: bool = False) -> list[Future[list[Completion]]]:
         """Enqueues requests, all at once and in this order; none of them if one is invalid.
@@ -203,7 +199,7 @@ class InferenceEngine:
         for request in requests:
             if request.alternatives or (request.decoding.truncation and not self._config.always_truncates):
                 self._batch.need_decoding(len(request.prompt), request.alternatives > 0)
-        pending = [self._pend(request) for request in requests]
+        pending = [PendingRequest.of(request, self._tokenizer, self._config) for request in requests]
         responses = [Response.of(p, i, self._tokenizer) for p in pending for i in range(p.request.n)]
         with self._changed:
             self._refuse_if_ended()
@@ -394,11 +390,8 @@ class InferenceEngine:
         """Numbers for the metrics log, named ``inference/…``."""
         capacity = self._config.max_slots * self._config.max_seq_len
         with self._changed:
-            gauges = {
-                "running": float(self._running),
-                "waiting": float(len(self._waiting) + len(self._scorings)),
-                "kv_used": self._cached_tokens / capacity,
-            }
+            waiting = float(len(self._waiting) + len(self._scorings))
+            gauges = {"running": float(self._running), "waiting": waiting, "kv_used": self._cached_tokens / capacity}
         return {f"inference/{name}": value for name, value in (self._meter.read() | gauges).items()}
 
     def latencies(self) -> dict[str, LatencyHistogram]:
@@ -526,16 +519,11 @@ class InferenceEngine:
 
     def _take_weights(self) -> None:
         with self._changed:
-            taken = self._next_weights
-        if taken is None:
-            return
-        version, weights = taken
-        with self._changed:
-            self._batch.load(weights)
-            self._served = version
-            if self._next_weights is taken:  # a newer one that came meanwhile waits for the next turn
-                self._next_weights = None
-            self._changed.notify_all()
+            if self._next_weights is not None:
+                version, weights = self._next_weights
+                self._batch.load(weights)
+                self._served, self._next_weights = version, None
+                self._changed.notify_all()
 
     def _drop_cancelled(self) -> None:
         with self._changed:
@@ -594,11 +582,6 @@ class InferenceEngine:
             if not response.pending.future.done():
                 settle(response)
         return len(unfinished)
-
-    def _pend(self, request: GenerationRequest) -> PendingRequest:
-        stops = request.decoding.stop_token_ids or self._tokenizer.stop_token_ids
-        max_tokens = min(request.decoding.max_output_tokens, self._config.max_seq_len - len(request.prompt))
-        return PendingRequest(request, stops, max_tokens)
 
     def _wait_for(self, there: Callable[[], bool], timeout_s: float | None) -> bool:
         """Whether it came to that in time; for threads that hold the lock. Raises where the engine ended meanwhile."""

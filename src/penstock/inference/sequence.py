@@ -225,6 +225,12 @@ class PendingRequest:
     future: Future[list[Completion]] = field(default_factory=Future)
     completions: dict[int, Completion] = field(default_factory=dict[int, Completion])
 
+    @classmethod
+    def of(cls, request: GenerationRequest, tokenizer: TextCodec, config: EngineConfig) -> "PendingRequest":
+        """A request that was checked, with the limits that hold for it."""
+        stops = request.decoding.stop_token_ids or tokenizer.stop_token_ids
+        return cls(request, stops, min(request.decoding.max_output_tokens, config.max_seq_len - len(request.prompt)))
+
     def complete(self, index: int, completion: Completion) -> None:
         """Takes one sample's completion; the last one resolves the future."""
         self.completions[index] = completion
