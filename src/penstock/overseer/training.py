@@ -429,7 +429,7 @@ def _unused(path: Path, private: bool) -> Path:
         free = path.with_name(f"{path.name}-{number}")
 
 
-def check_resume(config: "RunConfig | FleetRunConfig", run_dir: Path) -> None:
+def check_resume(config: "RunConfig | FleetRunConfig", run_dir: Path | str | None) -> None:
     """Refuses what going on with a run would refuse of its configuration, and leaves the run as it is.
 
     Raises:
