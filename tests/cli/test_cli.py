@@ -81,6 +81,13 @@ def test_recipes_lists_each_with_its_first_comment(penstock):
         (UnreachableError("nobody answers"), 1, "penstock: nobody answers"),
         (MismatchError("they differ"), 1, "penstock: the run failed: they differ"),
         (ZeroDivisionError("by zero"), 1, "penstock: unexpected ZeroDivisionError: by zero (PENSTOCK_TRACEBACK=1"),
+        (
+            MemoryError("10.9 TiB"),
+            1,
+            "penstock: not enough memory: 10.9 TiB: lower what takes it, such as inference.max_",
+        ),
+        (MemoryError(), 1, "penstock: not enough memory: nothing more could be allocated: lower what takes it"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), 1, "penstock: not enough memory: RESOURCE_EXHAUSTED: Out"),
         (PermissionError(13, "Permission denied", "a/b"), 1, "penstock: a/b: Permission denied (PENSTOCK_TRACEBACK=1"),
         (Stopped("the engine"), 130, "penstock: stopped: the engine"),
         (KeyboardInterrupt(), 130, ""),

@@ -128,6 +128,28 @@ def test_what_is_not_asked_for_is_not_begun_and_a_failure_is_raised(processors):
         list(compile_programs({"broken": lambda: 1 // 0}))
 
 
+def test_what_is_given_up_waits_until_it_is_needed(processors):
+    processors(1)
+    begun, may_go_on, order = threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        begun.set()
+        may_go_on.wait(WAIT_S)
+
+    made = {name: lambda name=name: order.append(name) for name in "abc"}
+    lazy = LazyPrograms({"first": first, **made}, lambda told: None)
+    lazy.compile()
+    assert begun.wait(WAIT_S)
+    lazy.forgo()
+    may_go_on.set()
+    lazy.need("b")  # in this thread
+    assert [told.name for told in compile_programs({"last": lambda: None}, urgent=False)] == ["last"]
+    assert order == ["b"] and lazy.compiled_s("first") is not None
+    lazy.compile(["c"])
+    wait_until(lambda: lazy.compiled_s("c") is not None, "c", WAIT_S)
+    assert order == ["b", "c"]
+
+
 def test_what_is_begun_is_not_compiled_again():
     compiled = list[str]()
     begun = LazyPrograms({"shared": lambda: compiled.append("ahead")}, lambda told: None)

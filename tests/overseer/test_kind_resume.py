@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock import train
+from penstock.cli import main
 from penstock.overseer import RunConfig
 from penstock.overseer.kind import check_kept
 from penstock.overseer.language.kind import LanguageKind
@@ -172,3 +173,22 @@ def test_an_adapter_s_run_goes_on_where_its_base_has_moved(trained: Path, tmp_pa
     assert summary.step == 2
     saved = json.loads((run_dir / "checkpoints" / "step-2" / "model" / "adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == str(tmp_path / "moved")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("model.init.hidden_size=32", "model.init.hidden_size is 32"),
+        ("steps=0", "steps is 0, and "),
+        ("replay.store.url=/elsewhere", "replay.store.url is /elsewhere, but the rollouts of "),
+    ],
+)
+def test_a_dry_run_of_a_resume_is_refused_as_the_resume_is(trained: Path, change: str, words: str, capsys):
+    before, resume = contents(trained), ["train", "--resume", str(trained), change]
+    assert main([*resume, "--dry-run"]) == 2
+    told = capsys.readouterr().err
+    assert words in told and told.count("\n") == 1
+    assert contents(trained) == before
+    assert main([*resume, "--quiet"]) == 2
+    assert capsys.readouterr().err == told
+    assert main(["train", "--resume", str(trained), "steps=9", "--dry-run"]) == 0

@@ -133,6 +133,12 @@ def _explained(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         what = f"{error.filename}: {error.strerror}"
         return f"{_one_line(what)} (PENSTOCK_TRACEBACK=1 shows where)", 1
+    if isinstance(error, MemoryError) or message.startswith("RESOURCE_EXHAUSTED"):  # NumPy's and XLA's words
+        return (
+            f"not enough memory: {message or 'nothing more could be allocated'}: lower what takes it, such as "
+            "inference.max_slots, inference.max_seq_len, learner.row_length or learner.micro_batch_rows; penstock "
+            "train RECIPE --dry-run estimates it (PENSTOCK_TRACEBACK=1 shows where)"
+        ), 1
     return f"unexpected {type(error).__name__}: {message} (PENSTOCK_TRACEBACK=1 shows where)", 1
 
 

@@ -1,5 +1,6 @@
 """Commands that train nothing: fleet autotune, curriculum simulate, env new, fit, recipes, config, doctor."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -158,6 +159,10 @@ def fit(
         raise ConfigError(f"{recipe} trains a control policy: give a recipe with lessons, such as cats")
     lengths = [_tokens(word) for word in _words(rows, "--rows")]
     shapes = _words(models, "--models")
+    if lengths:
+        _refuse_beside("--rows", ("learner.row_length", "learner.row_lengths", "inference.max_seq_len"), overrides)
+    if shapes:
+        _refuse_beside("--models", ("model.path", "model.init", "model.initial_checkpoint"), overrides)
     with busy(f"compiling for {target}"):
         report = fit(config, target, shapes, lengths, lora)
     print_report(report, json)
@@ -169,6 +174,17 @@ def _words(given: str | None, option: str) -> list[str]:
     if given is not None and not words:
         raise ConfigError(f"{option} is empty: leave it out for what the recipe says")
     return words
+
+
+def _refuse_beside(option: str, keys: Sequence[str], overrides: Sequence[str] | None) -> None:
+    """Refuses keys of the command line whose place an option takes."""
+    from penstock.overseer.config_loading import apply_overrides
+
+    said = apply_overrides({}, overrides or [])
+    for key in keys:
+        section, _, name = key.partition(".")
+        if name in (said.get(section) or {}):
+            raise ConfigError(f"{option} takes the place of {key}: leave one of the two out")
 
 
 def _tokens(word: str) -> int:

@@ -92,6 +92,10 @@ def train(
 
         print(describe_plan(config), flush=True)
         check_code(config)
+        if resume:
+            from penstock.overseer.training import check_resume
+
+            check_resume(config, directory)
         return 0
     from penstock.overseer import print_summary, train
 

@@ -146,6 +146,14 @@ class InferenceEngine:
         with self._changed:
             self._note_ready()
 
+    def compile_no_more(self) -> None:
+        """Takes `compile_rest` back: what nobody has begun is compiled when it is needed, as before."""
+        with self._changed:
+            programs = self._programs if self._rest_asked else None
+            self._rest_asked = False
+        if programs is not None:
+            programs.forgo()
+
     def wait_until_ready(self, timeout_s: float) -> None:
         """Returns when every program is compiled; as `compiling`, which says what is done meanwhile."""
         for _ in self.compiling(timeout_s):

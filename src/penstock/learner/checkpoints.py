@@ -57,14 +57,14 @@ def latest_checkpoint(root: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def newest_good_checkpoint(root: Path, on_damage: Callable[[str, str], None]) -> Path | None:
+def newest_good_checkpoint(root: Path, on_damage: Callable[[str, str], None] | None = None) -> Path | None:
     """The newest checkpoint whose files are what was written; None where there is none.
 
     A damaged one is put aside, as ``damaged-step-<n>-<id>``, so that the run can write that step again.
 
     Args:
         root: The run's ``checkpoints`` directory.
-        on_damage: Told where a damaged one lies now, and what is wrong with it.
+        on_damage: Told where a damaged one lies now, and what is wrong with it. None: it stays where it is.
 
     Raises:
         CheckpointError: the newest whole one was written by a newer Penstock, or one may not be read.
@@ -75,6 +75,8 @@ def newest_good_checkpoint(root: Path, on_damage: Callable[[str, str], None]) ->
         except CheckpointError as error:
             if is_refused(error):
                 raise
+            if on_damage is None:
+                continue
             aside = root / f"damaged-{path.name}-{uuid.uuid4().hex[:8]}"
             os.rename(path, aside)
             on_damage(str(aside), str(error))

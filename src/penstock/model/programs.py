@@ -139,6 +139,16 @@ class LazyPrograms:
         for task in self._tasks.values():
             task.future.cancel()
 
+    def forgo(self) -> None:
+        """Has none begun any more before it is needed."""
+        for task in self._tasks.values():
+            task.wanted = False
+        self._asked = {name for name in self._asked if self._begun(name)}
+
+    def _begun(self, name: str) -> bool:
+        future = self._tasks[name].future
+        return future.running() or future.done()
+
     def _tell(self, name: str, future: Future[float]) -> None:
         if not future.cancelled():
             error = future.exception()
@@ -148,10 +158,16 @@ class LazyPrograms:
 
 @final
 class _Task:
-    """A program to compile, once, by whoever comes first."""
+    """A program to compile, once, by whoever comes first.
+
+    Attributes:
+        future: Seconds that it took.
+        wanted: Whether somebody asks for it still, or none has yet.
+    """
 
     def __init__(self, compile_it: Callable[[], object]) -> None:
         self.future = Future[float]()
+        self.wanted = True
         self._compile_it = compile_it
         self._claim = threading.Lock()  # never released
 
@@ -174,13 +190,16 @@ _numbers = count()
 
 def _submit(tasks: Iterable[_Task], urgent: bool) -> None:
     for task in tasks:
+        task.wanted = True
         _queue.put((not urgent, next(_numbers), task))
         _threads().submit(_compile_next)
 
 
 def _compile_next() -> None:
-    """What is most urgent now, of whoever asked."""
-    _queue.get()[-1].run()
+    """What is most urgent now, of whoever asks still."""
+    task = _queue.get()[-1]
+    if task.wanted:
+        task.run()
 
 
 def light_compilation(platform: str, dtype: str, newer_fusions: bool = False) -> dict[str, bool | int] | None:

@@ -429,8 +429,28 @@ def _unused(path: Path, private: bool) -> Path:
         free = path.with_name(f"{path.name}-{number}")
 
 
-def _record_changes(directory: RunDirectory, config: "RunConfig | FleetRunConfig", log: RunLog) -> None:
-    """Puts what differs from the recorded config into the event log, and the new config in its place."""
+def check_resume(config: "RunConfig | FleetRunConfig", run_dir: Path | str | None) -> None:
+    """Refuses what going on with a run would refuse of its configuration, and leaves the run as it is.
+
+    Raises:
+        ConfigError: as where the run would go on.
+        CheckpointError: the checkpoint to go on from cannot be read, or holds another kind of policy.
+        RunDirectoryError: there is no run.
+    """
+    directory = _existing_run(run_dir)
+    checkpoint = newest_good_checkpoint(directory.checkpoints)
+    check_goal(config.steps, checkpoint)
+    if checkpoint is not None:
+        request_run(config, run_dir, True, None, True, None, None, {}).kind.check_resume(config, checkpoint)
+    _changes(directory, config)
+
+
+def _changes(directory: RunDirectory, config: "RunConfig | FleetRunConfig") -> dict[str, Any]:
+    """What differs from the recorded config, by key.
+
+    Raises:
+        ConfigError: a resumed run cannot have that.
+    """
     url = directory.read_config().get("replay", {}).get("store", {}).get("url")
     if url != config.replay.store.url:
         raise ConfigError(
@@ -442,7 +462,12 @@ def _record_changes(directory: RunDirectory, config: "RunConfig | FleetRunConfig
         before, now = changes.get(key, (None, None))
         if now is not None and not Path(now).is_dir():
             raise ConfigError(f"{key} is {now}: there is no such directory; leave it as it was ({before})")
-    log.event("resume", changes=changes)
+    return changes
+
+
+def _record_changes(directory: RunDirectory, config: "RunConfig | FleetRunConfig", log: RunLog) -> None:
+    """Puts what differs from the recorded config into the event log, and the new config in its place."""
+    log.event("resume", changes=_changes(directory, config))
     if config.overseer.private:
         directory.make_private()
     directory.write_config(config.dump() | {"versions": _versions()})

@@ -193,6 +193,7 @@ def test_yarn_without_an_original_context_stretches_the_one_there_is():
             "sliding_window is None, and layer_types names layers that have a window",
         ),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 64}}, "beta_fast must be greater"),
+        ({"rope_scaling": YARN, "rope_theta": 1}, r"rope_theta \(1\) must be above 1 with YaRN"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor, high_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (

@@ -122,6 +122,9 @@ def test_a_policy_begins_beside_a_checkpoint_or_goes_on_with_an_adapter(golden_r
     assert found.config.lora.rank == 4
     with pytest.raises(ConfigError, match=r"model\.lora\.rank is 3, and the adapter in .* has 4: leave model\.lora"):
         load_policy(PolicyConfig(path=f"{base}/adapter", lora=LORA), 3, tokenizer)
+    shape = r"model\.lora\.rank=4 model\.lora\.alpha=12\.0 model\.lora\.targets=\[.*\] model\.lora\.use_rslora=false"
+    with pytest.raises(ConfigError, match=rf"rank is 16, .* where only the dtype is to be another \({shape}\), or"):
+        load_policy(PolicyConfig(path=f"{base}/adapter", lora=LoraConfig(dtype="bfloat16")), 3, tokenizer)
     with pytest.raises(ConfigError, match=r"lora needs a checkpoint beside which it trains"):
         try:
             PolicyConfig(init={"hidden_size": 32}, lora=LORA)

@@ -120,3 +120,8 @@ def test_the_report_is_there_before_the_first_film_and_a_film_in_the_way_before_
     with pytest.raises(ConfigError, match="exists already"):
         evaluate_fleet(tmp_path / "model", config, video_dir=films, on_report=lambda report: before.append(True))
     assert before == [False]
+
+
+def test_more_episodes_than_anybody_waits_for_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="n is 1000001: at most 1,000,000 episodes of a task are played"):
+        evaluate_fleet(tmp_path / "model", config_of(GUESS), episodes=1_000_001)

@@ -172,6 +172,8 @@ def test_bad_input_is_found_before_a_model_is_loaded(tmp_path):
             generate(None, config(), tmp_path / "a.jsonl", n=n)
         with pytest.raises(ConfigError, match=f"n is {n}: give at least 1 prompt per lesson"):
             penstock.evaluate(tmp_path, config(), n=n)
+    with pytest.raises(ConfigError, match="n is 1000001: at most 1,000,000 prompts per lesson are held in memory"):
+        generate(None, config(), tmp_path / "a.jsonl", n=1_000_001)
     with pytest.raises(ConfigError, match="config cartpole trains a control policy"):
         generate(None, "cartpole", tmp_path / "a.jsonl")
     (tmp_path / "file").touch()

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ import pytest
 from penstock.overseer import train
 from penstock.overseer.kind import RunStart
 from penstock.overseer.language.kind import LanguageKind, Updates
+from penstock.overseer.language.local import LocalInference
 from penstock.rundir import read_events, read_metrics
+from penstock.types import WeightVersion
 from tests.overseer.conftest import tiny
 
 
@@ -57,3 +60,20 @@ def test_what_nothing_before_the_first_update_needs_is_compiled_after_it(run_dir
     kinds = {name.partition(",")[0] for name in before}
     assert {"decode", "prefill", "insert", "log-probabilities", "gradient", "optimiser step"} <= kinds
     assert sum(name.startswith("prefill") for name in before) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "training", "expected"), [(0, True, []), (1, True, ["rest"]), (1, False, ["no more"])]
+)
+def test_from_the_first_version_to_the_end_of_the_training_the_rest_is_compiled_ahead(
+    version: int, training: bool, expected: list[str]
+):
+    """After it the end of the process would wait for that."""
+    asked: list[str] = []
+    engine = SimpleNamespace(compile_rest=lambda: asked.append("rest"), compile_no_more=lambda: asked.append("no more"))
+    weights = SimpleNamespace(latest=lambda: WeightVersion(0, version))
+    learner = SimpleNamespace(address={"training": training})
+    inference: Any = SimpleNamespace(_engine=engine, _weights=weights, _first=WeightVersion(0, 0), state="starting")
+    view: Any = SimpleNamespace(peer={"learner-0": learner}.get)
+    LocalInference.look(inference, view)
+    assert asked == expected

@@ -110,6 +110,13 @@ def test_another_estimator_is_of_the_rewards_less_the_kl(runs: Path):
         assert update.stored["train/skipped_sequences"] == update.recomputed["train/skipped_sequences"] == 0
 
 
+def test_what_a_change_leaves_without_effect_is_said_once(runs: Path, caplog: pytest.LogCaptureFixture):
+    replay_updates(runs / "kl", 3, 5, changes=["learner.kl.coefficient=0"])
+    assert [message.partition(" (")[0] for message in caplog.messages if "is left out" in message] == [
+        "learner.kl.place", "learner.kl.estimator", "learner.kl.reference"
+    ]  # fmt: skip
+
+
 def test_another_reference_scores_the_batch_anew(runs: Path):
     """And what was scored under the run's own is not taken for it."""
     other = runs / "kl" / "checkpoints" / "step-4" / "model"

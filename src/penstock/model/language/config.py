@@ -161,6 +161,10 @@ class ModelConfig(_Frozen):
             raise ValueError(
                 f"layer_types has {len(self.layer_types)} layers, num_hidden_layers {self.num_hidden_layers}"
             )
+        if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
+            raise ValueError(
+                f"rope_theta ({self.rope_theta:g}) must be above 1 with YaRN, which divides by its logarithm"
+            )
         return self
 
     @property

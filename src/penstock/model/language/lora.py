@@ -8,6 +8,7 @@ https://arxiv.org/abs/2312.03732). PEFT's names are those of Hugging Face's modu
 Not covered: adapters of embeddings, head, norms and biases; other ranks for some layers; dropout; DoRA.
 """
 
+import json
 import os
 import reprlib
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ MATRICES: dict[Target, str] = {
 }
 """A layer's matrices by PEFT's names, in the order in which they are computed."""
 ALL_LINEAR = "all-linear"
+_SHAPE = ("rank", "alpha", "targets", "use_rslora")
+"""Keys by which two adapters compute something else."""
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -97,15 +100,19 @@ class LoraConfig(BaseModel):
         if name := self.differs_from(asked):
             raise ConfigError(
                 f"model.lora.{name} is {getattr(asked, name)}, and the adapter in {directory} has "
-                f"{getattr(self, name)}: leave model.lora out to go on training that adapter, or name its base to "
-                "begin another"
+                f"{getattr(self, name)}: leave model.lora out to go on training that adapter, say all of its shape "
+                f"where only the dtype is to be another ({self._as_words()}), or name its base to begin another"
             )
         return asked
 
     def differs_from(self, other: "LoraConfig") -> str | None:
         """The first key by which the two compute something else; None: they have one shape."""
-        keys = ("rank", "alpha", "targets", "use_rslora")
-        return next((name for name in keys if getattr(self, name) != getattr(other, name)), None)
+        return next((name for name in _SHAPE if getattr(self, name) != getattr(other, name)), None)
+
+    def _as_words(self) -> str:
+        """Its shape as words of the command line."""
+        shape = self.model_dump(mode="json", include={*_SHAPE})
+        return " ".join(f"model.lora.{name}={json.dumps(shape[name], separators=(',', ':'))}" for name in _SHAPE)
 
     def check_fits(self, sizes: Mapping[str, tuple[int, ...]], source: str) -> None:
         """Refuses a rank that a matrix does not have.

@@ -160,11 +160,13 @@ def evaluate_fleet(
 
     Raises:
         ConfigError: an unknown task, a simulator that cannot be made, a policy that was made for other spaces, or films
-            that cannot be written.
+            that cannot be written, or too many episodes.
         RunFailed: every simulator of a task was given up.
         NoProgressError: the episodes were not over in time.
         CheckpointError: there is no control policy.
     """
+    if episodes is not None and episodes > MOST_EPISODES:
+        raise ConfigError(f"n is {episodes}: at most {MOST_EPISODES:,} episodes of a task are played; give fewer")
     chosen = {name: config.fleet.tasks[name] for name in chosen_of(tasks, config.fleet.tasks, "task")}
     config = config.model_copy(update={"fleet": config.fleet.model_copy(update={"tasks": chosen})})
     model_dir = control_model_directory(checkpoint)
@@ -196,6 +198,7 @@ def evaluate_fleet(
     return replace(report, videos=film_episodes(policy, config, video_dir))
 
 
+MOST_EPISODES = 1_000_000
 FILM_S = 3600.0
 """For one film; deadlines of simulators are shorter, and end what hangs."""
 MOST_CUT = 3

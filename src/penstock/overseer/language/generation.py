@@ -60,6 +60,10 @@ class GenerationReport:
         return "\n".join([*lines, f"{self.path} ({self.seconds:.1f} s)"])
 
 
+MOST_PROMPTS = 1_000_000
+"""Of a lesson at a time."""
+
+
 def generate(
     source: Path | str | None,
     config: RunConfig | str | Path,
@@ -117,10 +121,15 @@ def check_count(n: int | None) -> None:
     """Whether so many prompts can be asked for; None leaves it to the recipe.
 
     Raises:
-        ConfigError: it is less than one.
+        ConfigError: it is less than one, or more than fit into memory, where all are until the last is answered.
     """
     if n is not None and n < 1:
         raise ConfigError(f"n is {n}: give at least 1 prompt per lesson, or leave it out for what the recipe says")
+    if n is not None and n > MOST_PROMPTS:
+        raise ConfigError(
+            f"n is {n}: at most {MOST_PROMPTS:,} prompts per lesson are held in memory at a time; ask for fewer, in "
+            "several files where it must be more"
+        )
 
 
 def version_of(source: Path | str | None) -> int:

@@ -431,9 +431,11 @@ class LocalInference(LocalServing[InferenceEngine]):
                 self.note_compiled(program)
 
     def look(self, view: Membership) -> None:
-        """Takes the weights that are offered; with the first has the rest compiled."""
-        newest = self._weights.latest()
-        if newest is not None and newest > self._first:  # nothing is in the first update's way any more
+        """Takes the weights that are offered; from the first to the end of the training has the rest compiled."""
+        newest, learner = self._weights.latest(), view.peer("learner-0")
+        if learner is None or not learner.address.get("training"):
+            self._engine.compile_no_more()  # the end would wait for what is begun
+        elif newest is not None and newest > self._first:  # nothing is in the first update's way any more
             self._engine.compile_rest()
         if self.state == "running":
             self._take_offered(has_first=True)

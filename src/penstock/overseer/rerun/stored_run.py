@@ -98,6 +98,7 @@ class StoredRun:
         self.is_language = isinstance(self.config, RunConfig)
         self._format = LANGUAGE if self.is_language else FRAGMENTS
         self._store = RolloutStore(self.directory, self.config.replay.store, experience=self._format)
+        self._configs: dict[tuple[str, ...], RunConfig | FleetRunConfig] = {}
 
     # --- what is there -------------------------------------------------------------------------------------------
 
@@ -206,16 +207,22 @@ class StoredRun:
                     "is made again; for example --set learner.loss.preset=grpo"
                 )
         words = self._taken_back(update.time_s)
-        config = load_config(self.directory.config_path, words, recorded=True)
+        config = self._config(words)
         if not changes:
             return config
-        words += with_what_follows(config, changes)
-        changed = load_config(self.directory.config_path, words, recorded=True)
+        changed = self._config([*words, *with_what_follows(config, changes)])
         if isinstance(config, RunConfig) and isinstance(changed, RunConfig):
             least = config.learner.row_length
             if changed.learner.row_length < least:
                 raise ConfigError(f"--set learner.row_length: the run's sequences are up to {least}: leave it out")
         return changed
+
+    def _config(self, words: Sequence[str]) -> "RunConfig | FleetRunConfig":
+        """The run's with these changes; loaded once, so that what it leaves out is said once."""
+        key = tuple(words)
+        if key not in self._configs:
+            self._configs[key] = load_config(self.directory.config_path, words, recorded=True)
+        return self._configs[key]
 
     def _taken_back(self, time_s: float) -> list[str]:
         """What resumes after that moment changed, as words that undo it."""
