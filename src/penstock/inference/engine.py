@@ -95,16 +95,14 @@ class InferenceEngine:
         self._scorings: deque[Scoring] = deque()
         self._served = version
         self._next_weights: tuple[WeightVersion, ServedWeights] | None = None
-        self._open_responses, self._fresh_start = 0, False
-        self._calls, self._asked_by_several = 0, False
+        self._open_responses = self._calls = self._running = self._cached_tokens = 0
         self._compiled: list[CompiledProgram] = []
         self._begun = begun
         self._programs: LazyPrograms | None = None
         self._lazily = self._rest_asked = self._ready = self._stopping = False
+        self._fresh_start = self._asked_by_several = self._paused = self._recompute = False
         self._failure: BaseException | None = None
-        self._running, self._cached_tokens = 0, 0
         self._pause: PauseMode | None = None
-        self._paused, self._recompute = False, False
         self._thread = threading.Thread(target=self._run, name="inference-engine", daemon=True)
 
     @staticmethod
@@ -138,21 +136,19 @@ class InferenceEngine:
     def compile_rest(self) -> None:
         """Has all that was not needed yet compiled while it serves; more than once is once."""
         with self._changed:
-            programs = None if self._rest_asked else self._programs
-            if programs is None:
+            if self._rest_asked or self._programs is None:
                 return
             self._rest_asked = True
-        programs.compile()
+        self._programs.compile()
         with self._changed:
             self._note_ready()
 
     def compile_no_more(self) -> None:
         """Takes `compile_rest` back: what nobody has begun is compiled when it is needed, as before."""
         with self._changed:
-            programs = self._programs if self._rest_asked else None
-            self._rest_asked = False
-        if programs is not None:
-            programs.forgo()
+            asked, self._rest_asked = self._rest_asked, False
+            if asked and self._programs is not None:
+                self._programs.forgo()
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Returns when every program is compiled; as `compiling`, which says what is done meanwhile."""
