@@ -54,10 +54,8 @@ PauseMode = Literal["keep", "wait", "abort"]
 IDLE_WAKE_S = 60.0
 """An idle engine waits to be notified; it wakes this often so that no wait is unbounded."""
 
-GATHER_S = 0.003
+GATHER_S, _MOST_GATHERS = 0.003, 4
 """An idle engine that several asked at a time before waits so long for the next who asks along with the first."""
-
-_MOST_GATHERS = 4
 
 
 class InferenceEngine:
@@ -152,8 +150,7 @@ class InferenceEngine:
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Returns when every program is compiled; as `compiling`, which says what is done meanwhile."""
-        for _ in self.compiling(timeout_s):
-            pass
+        list(self.compiling(timeout_s))
 
     def compiling(self, timeout_s: float | None) -> Iterator[CompiledProgram]:
         """Each program as it is compiled; ends when all are. For one caller or several.
