@@ -82,12 +82,17 @@ class Cluster:
         self.arrived: list[Any] = []
         self.marked: list[tuple[Any, ...]] = []
         self.silent: set[str] = set()
+        self.draining: set[str] = set()
         self.limits_s: list[float] = []
 
     @property
     def view(self) -> Any:
         peers = [
-            Peer(Identity("inference", int(name[-1]), 0), {"digests": name not in self.silent}) for name in self.engines
+            Peer(
+                Identity("inference", int(name[-1]), 0),
+                {"digests": name not in self.silent, "draining": name in self.draining},
+            )
+            for name in self.engines
         ]
         return SimpleNamespace(of=lambda role: peers if role == "inference" else [])
 
@@ -176,6 +181,8 @@ def test_of_short_answers_as_many_are_taken_as_are_evidence_and_nobody_is_asked(
     cluster.arrived = [(example(1, response=3), ("inference-0#0",))] * 2
     assert update(check_of(cluster), learner, example(0))["train/parity_checked"] == 6 + 8
     assert len(cluster.asked) == 1  # of which two are too few
+    learner.step, cluster.arrived = 2, []
+    assert update(check_of(cluster), learner, *[example(2, response=3)] * 2)["train/parity_checked"] == 6 + 16
 
 
 @pytest.mark.parametrize(("answers", "asked"), [((3, 3, 3, 3), 3), ((1, 20, 20, 20, 1), 8), ((20,) * 4, 1)])
@@ -282,6 +289,40 @@ def test_an_engine_that_does_not_answer_is_counted_and_ends_nothing():
     learner.step, cluster.dead = 1, {"inference-1"}
     metrics = update(check_of(cluster, wait_s=1.0), learner, example(0))
     assert (metrics["train/parity_checked"], metrics["train/parity_unchecked"]) == (8, 1)
+    assert sorted(name for name, *_ in cluster.asked) == ["inference-0", "inference-1"]  # once each
+
+
+def test_an_engine_that_is_about_to_end_is_not_asked():
+    cluster, learner = Cluster("inference-0", "inference-1"), Learner()
+    learner.step, cluster.draining = 1, {"inference-1"}
+    metrics = update(check_of(cluster), learner, example(0))
+    assert [name for name, *_ in cluster.asked] == ["inference-0"] and metrics["train/parity_unchecked"] == 0
+
+
+def test_while_no_engine_is_known_what_arrived_is_judged():
+    cluster, learner = Cluster(), Learner()
+    learner.step, check, cluster.arrived = 3, check_of(cluster), [(example(3), ())]
+    assert update(check, learner, example(2))["train/parity_checked"] == 8 and cluster.asked == []
+    cluster.arrived = [(example(4, off=1.0), ())]
+    with pytest.raises(MismatchError, match="version 4: rollouts and the learner"):
+        update(check, learner, example(3))
+
+
+def test_where_enough_arrived_during_three_updates_nobody_is_asked_before_the_next_is_made():
+    cluster, learner, asked = Cluster("inference-0"), Learner(), []
+    learner.step, check = 3, check_of(cluster)
+    for arriving in (True, True, False, True, True, True, True, False, True):
+        step, before = learner.step, len(cluster.asked)
+        check.begin(learner, TrainingBatch("id", step, (example(step - 1),), (), {}))  # type: ignore[arg-type]
+        check.wait_for_canaries()
+        ahead = len(cluster.asked) - before
+        cluster.arrived = [(example(step), ("inference-0#0",))] * arriving
+        learner.step += 1
+        found = check.end(learner)  # type: ignore[arg-type]
+        assert found["train/parity_checked"] == 8 * arriving + 8 * max(ahead, not arriving)
+        asked.append((ahead, len(cluster.asked) - before))
+    assert asked == [(1, 1)] * 6 + [(0, 0), (0, 1), (1, 1)]
+    assert learner.scored[-1] == "decoder 11"
 
 
 def test_updates_between_two_checks_compare_nothing():
