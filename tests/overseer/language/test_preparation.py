@@ -100,6 +100,8 @@ class Cluster:
         return SimpleNamespace(call=lambda method, *args, timeout_s: self.answer(name, method, *args))
 
     def answer(self, name: str, method: str, *args: Any) -> Any:
+        if name == "replay-0" and name in self.dead:
+            raise UnreachableError("gone")
         if method == "arrived_under":
             of_version = [each for each in self.arrived if each[0].weight_steps[-1] == args[0]]
             return [each for each in of_version][: args[1] * max(1, len(self.engines))]
@@ -230,6 +232,10 @@ def test_an_engine_may_take_as_long_as_the_update_did_and_the_wait_after_it(monk
         learner.step += 1
         assert check.end(learner)["train/parity_checked"] == 8  # type: ignore[arg-type]
     assert cluster.limits_s == [preparation.FIRST_ANSWER_S, 32.0, 9.0]
+    cluster.engines, cluster.off = ("inference-0", "inference-1"), {"inference-0": 0.0, "inference-1": 0.0}
+    for _ in range(2):  # the second one is asked for the first time
+        assert update(check, learner, example(4))["train/parity_checked"] == 16
+    assert cluster.limits_s[3:] == [preparation.FIRST_ANSWER_S] * 2 + [2.0] * 2
 
 
 def test_an_engine_that_is_asked_for_the_first_time_may_compile_its_answer(monkeypatch):
@@ -323,6 +329,13 @@ def test_where_enough_arrived_during_three_updates_nobody_is_asked_before_the_ne
         asked.append((ahead, len(cluster.asked) - before))
     assert asked == [(1, 1)] * 6 + [(0, 0), (0, 1), (1, 1)]
     assert learner.scored[-1] == "decoder 11"
+
+
+def test_a_replay_that_does_not_answer_ends_nothing():
+    cluster, learner = Cluster("inference-0"), Learner()
+    learner.step, cluster.dead, cluster.silent = 1, {"replay-0"}, {"inference-0"}
+    assert update(check_of(cluster), learner, example(0))["train/parity_checked"] == 8
+    assert cluster.marked == []
 
 
 def test_updates_between_two_checks_compare_nothing():
