@@ -84,6 +84,7 @@ class Cluster:
         self.silent: set[str] = set()
         self.draining: set[str] = set()
         self.limits_s: list[float] = []
+        self.prompts: list[np.ndarray] = []
 
     @property
     def view(self) -> Any:
@@ -97,7 +98,11 @@ class Cluster:
         return SimpleNamespace(of=lambda role: peers if role == "inference" else [])
 
     def caller(self, name: str) -> Any:
-        return SimpleNamespace(call=lambda method, *args, timeout_s: self.answer(name, method, *args))
+        def call(method: str, *args: Any, timeout_s: float) -> Any:
+            assert method != "canary" or timeout_s == args[-1] + preparation.CALL_S
+            return self.answer(name, method, *args)
+
+        return SimpleNamespace(call=call)
 
     def answer(self, name: str, method: str, *args: Any) -> Any:
         if name == "replay-0" and name in self.dead:
@@ -111,6 +116,7 @@ class Cluster:
         assert method == "canary"
         version, prompts, most, limit_s = args
         self.limits_s.append(limit_s)
+        self.prompts = prompts
         self.asked.append((name, version, [len(prompt) for prompt in prompts]))
         if name in self.dead:
             raise UnreachableError("gone")
@@ -176,6 +182,13 @@ def test_what_arrived_under_the_version_spares_the_only_engine_a_canary():
     assert cluster.asked == [] and metrics["train/parity_checked"] == 8
 
 
+def test_what_arrived_longer_than_a_row_is_not_compared():
+    cluster, learner, by = Cluster("inference-0"), Learner(), ("inference-0#0",)
+    learner.step, cluster.arrived = 3, [(example(3, response=63), by), (example(3, response=62), by)]  # rows of 64
+    metrics = update(check_of(cluster), learner, example(2))
+    assert cluster.asked == [] and metrics["train/parity_checked"] == 62
+
+
 def test_of_short_answers_as_many_are_taken_as_are_evidence_and_nobody_is_asked():
     cluster, learner = Cluster("inference-0"), Learner()
     metrics = update(check_of(cluster), learner, *[example(0, response=3)] * 5)
@@ -193,6 +206,15 @@ def test_where_answers_are_short_as_many_are_asked_for_as_are_evidence(answers, 
     learner.step = 5
     update(check_of(cluster), learner, *[example(4, response=length) for length in answers])
     assert cluster.asked == [("inference-0", (2, 5), [2] * asked + [1 + max(answers)])]
+
+
+def test_what_is_asked_leaves_room_for_an_answer_in_a_row():
+    cluster, learner = Cluster("inference-0"), Learner()
+    learner.step, mask = 5, np.arange(60) >= 55
+    long = replace(example(4, response=58), loss_mask=mask, tokens=np.arange(60, dtype=np.int32))
+    update(check_of(cluster, canary_tokens=16), learner, long)  # in rows of 64
+    expected = [np.arange(7, 55), np.arange(7, 55), np.arange(48)]  # the prompt's end twice, the longest's beginning
+    assert [prompt.tolist() for prompt in cluster.prompts] == [each.tolist() for each in expected]
 
 
 def test_a_canary_is_not_waited_for_where_its_version_sampled_enough_meanwhile(monkeypatch):
