@@ -332,8 +332,18 @@ def asked_by_several(engine):
 def test_an_idle_engine_that_several_ask_at_a_time_serves_them_together(engine, monkeypatch):
     monkeypatch.setattr(engine_module, "GATHER_S", WAIT_S)
     asked_by_several(engine)
+    begun, wait_for = threading.Event(), engine._changed.wait_for
+
+    def gathering(*args):
+        begun.set()
+        return wait_for(*args)
+
+    monkeypatch.setattr(engine._changed, "wait_for", gathering)
     before = engine.stats()["inference/dispatches_total"]
-    futures = [engine.submit([request(seed=i)])[0] for i in range(4)]  # as many as there are slots
+    futures = engine.submit([request()])
+    futures[0].add_done_callback(lambda _: begun.set())  # where it waited for nobody
+    assert begun.wait(WAIT_S)
+    futures += [engine.submit([request(seed=i)])[0] for i in range(1, 4)]  # as many as there are slots
     assert [len(future.result(WAIT_S)[0].response_tokens) for future in futures] == [12] * 4
     assert engine.stats()["inference/dispatches_total"] == before + 3  # of 4 steps
 

@@ -19,6 +19,7 @@ from penstock.overseer.language.preparation import (
     ParityCheck,
     Preparation,
     answers_cut_short,
+    sampled_first_by,
     warm_start_lessons,
 )
 from penstock.overseer.supervisor.messages import Identity, Peer
@@ -298,6 +299,51 @@ def test_a_request_to_finish_ends_the_wait_for_an_engine_that_compiles_its_first
     preparation.close()
 
 
+def test_servers_that_share_the_card_sleep_during_the_update_once_they_have_answered(monkeypatch):
+    cluster, learner, calls, events = Cluster("inference-0", "inference-1"), Learner(), [], []
+    may_answer, wait = canaries_wait(cluster, monkeypatch), preparation.wait
+    answer, coming = cluster.answer, lambda: None
+
+    def record(name: str, method: str, *args: Any) -> Any:
+        calls.append((name, method))
+        if method not in ("sleep", "wake"):
+            return answer(name, method, *args)
+        assert len(cluster.asked) == 2, "both have answered"
+        if (name, method) == ("inference-0", "wake"):
+            raise UnreachableError("gone")
+
+    def wait_for(*given: Any) -> Any:
+        may_answer.set()
+        return wait(*given)
+
+    monkeypatch.setattr(cluster, "answer", record)
+    monkeypatch.setattr(preparation, "wait", wait_for)
+    cluster.event = lambda kind, **fields: events.append((kind, fields))  # type: ignore[attr-defined]
+    learner.step = 5
+    config = SimpleNamespace(
+        learner=SimpleNamespace(parity=check_of(cluster)._config, row_length=64),
+        model=SimpleNamespace(dtype="float32"),
+        inference=SimpleNamespace(external=SimpleNamespace(colocate=True)),
+        weights=SimpleNamespace(fetch_timeout_s=1.0),
+    )
+    component: Any = SimpleNamespace(
+        shared=object(), config=config, settings=SimpleNamespace(lineage=2), learner=learner, coming_batch=coming,
+        finishing=False,
+    )  # fmt: skip
+    made = Preparation(cluster, component)  # type: ignore[arg-type]
+    try:
+        made.before_update(TrainingBatch("id", 5, (example(4),), (), {}))
+        assert calls[-2:] == [("inference-0", "sleep"), ("inference-1", "sleep")]
+        assert learner.coming is coming  # type: ignore[attr-defined]
+        learner.step += 1
+        made.after_update()
+    finally:
+        may_answer.set()
+        made.close()
+    assert calls[-2:] == [("inference-0", "wake"), ("inference-1", "wake")]
+    assert events == [("server_not_told", {"server": "inference-0#0", "what": "wake", "reason": "gone"})]
+
+
 def test_what_is_found_of_an_engine_that_tells_no_digests_stands_in_for_them():
     cluster, learner = Cluster("inference-0", "inference-1"), Learner()
     cluster.silent, learner.step = {"inference-1"}, 5
@@ -379,6 +425,8 @@ def probe(*scores: float) -> float | None:
         assert decoding == Decoding(top_p=0.9, max_output_tokens=PROBE_TOKENS)
         return RolloutBatch((RolloutGroup("cats:0", rollouts),)), {}
 
+    nothing_sampled = replace(rollouts[0], response_logprobs=rewards, response_mask=np.zeros(8, np.bool_))
+    rollouts += (nothing_sampled,)
     context = SimpleNamespace(tokenizer=None)
     manager = SimpleNamespace(sample_batch=sample_batch, context=context)
     lesson = SimpleNamespace(
@@ -446,6 +494,21 @@ def test_solutions_that_the_policy_would_never_be_let_finish_are_told_before_the
     )
     lessons["spelling"]["sampling_params"]["max_output_tokens"] = 12
     assert answers_cut_short(manager_of(lessons, spelling=Spelling()), "spelling", config, 0) == ""
+
+
+def test_a_warm_start_is_by_default_on_the_lessons_that_wait_for_no_other():
+    environment = {"env_class": "penstock.environments.CatsEnvironment"}
+    lessons = {"first": {"environment": environment}, "later": {"environment": environment}}
+    lessons["later"]["dependencies"] = [{"dependency_id": "first"}]  # type: ignore[assignment]
+    manager = manager_of(lessons, first=Spelling(), later=Spelling())
+    assert warm_start_lessons(manager, WarmStartConfig(steps=1)) == ["first"]
+    assert warm_start_lessons(manager, WarmStartConfig(steps=1, lessons=["later"])) == ["later"]
+
+
+def test_a_version_s_evidence_begins_with_what_it_sampled():
+    swapped = example(3)
+    swapped.weight_steps[-1] = 4
+    assert sampled_first_by(swapped, 3) and not sampled_first_by(swapped, 4)
 
 
 @pytest.mark.parametrize("recipe", ["arithmetic", "calculator"])
