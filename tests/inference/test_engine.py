@@ -361,6 +361,28 @@ def test_an_engine_that_one_asks_at_a_time_waits_for_nobody(engine, monkeypatch)
     assert len(answers(engine, request())[0][0].response_tokens) == 12
 
 
+def test_who_asks_while_another_is_served_counts_as_several_and_is_kept_waiting_for_nobody(engine, monkeypatch):
+    monkeypatch.setattr(engine_module, "GATHER_S", 0.0)
+    for _ in range(2):  # the second time the engine knows that several ask
+        gate = Gate(engine, monkeypatch)
+        (first,) = engine.submit([request()])
+        assert gate.reached.wait(WAIT_S)
+        monkeypatch.setattr(engine_module, "GATHER_S", 100 * WAIT_S)
+        (second,) = engine.submit([request(seed=1)])
+        gate.opened.set()
+        assert [len(each.result(WAIT_S)[0].response_tokens) for each in (first, second)] == [12, 12]
+        monkeypatch.setattr(engine_module, "GATHER_S", 0.0)
+        is_idle(engine)
+        assert engine._asked_by_several
+
+
+def test_however_many_come_the_wait_for_others_has_an_end(engine, monkeypatch):
+    monkeypatch.setattr(engine_module, "GATHER_S", 100 * WAIT_S)
+    monkeypatch.setattr(engine_module, "_MOST_GATHERS", 0)
+    asked_by_several(engine)
+    assert len(answers(engine, request())[0][0].response_tokens) == 12
+
+
 def test_stopping_ends_the_wait_for_others(engine, monkeypatch):
     monkeypatch.setattr(engine_module, "GATHER_S", 100 * WAIT_S)
     asked_by_several(engine)
