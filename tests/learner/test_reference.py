@@ -246,6 +246,10 @@ def test_a_reference_that_comes_back_is_kept_under_the_name_it_had_and_a_directo
     named = ReferenceWeights(KlConfig(coefficient=0.1, reference=str(tmp_path / "named")), decoder)
     named.restore(state, 1, decoder)
     assert named.state_arrays() == {} and same(named.current(decoder).decoder, moved)
+    for reference in ("initial", str(tmp_path / "named")):
+        synced = ReferenceWeights(KlConfig(coefficient=0.1, reference=reference, sync_every=2), decoder)
+        synced.restore(state, 5, moved)
+        assert synced.current(moved).version == 2 and same(synced.current(moved).decoder, decoder)
 
 
 def halved(decoder: Decoder) -> Decoder:
