@@ -14,7 +14,6 @@ from penstock.learner.step import (
     has_advantage,
     plan_scoring,
     plan_update,
-    scored_lengths,
 )
 
 ROW, ROWS = 12, 2
@@ -115,8 +114,3 @@ def test_an_advantage_is_one_of_any_token_under_the_loss(draw_examples):
 def test_scoring_asks_for_every_token_but_the_first():
     plan = plan_scoring(_examples([(3, 4), (1, 2)]), SHAPE)
     assert sorted(_real(plan.micro_batches, "labels")) == [1, 2, 3, 4, 5, 6, 8, 9]
-
-
-def test_sequences_are_scored_in_few_lengths_up_to_half_a_row_and_in_rows():
-    assert scored_lengths(24) == (24,) and scored_lengths(127) == (127,)
-    assert scored_lengths(128) == (64, 128) and scored_lengths(512, 4096) == (64, 256, 512, 4096)
