@@ -214,13 +214,14 @@ def paced(sim):
 
 def test_groups_whose_digests_come_late_wait_uningested_and_the_news_lets_them_in(paced):
     run = paced()
-    first, second, *_ = run.issuer.acquire(4, 0)
+    first, second, third, *_ = run.issuer.acquire(4, 0)
     run.deliver(first, B)
     run.deliver(second, A)
     size = run.sim.GROUP_SIZES[first.lesson_id] + run.sim.GROUP_SIZES[second.lesson_id]
     assert run.counts == {"waiting": size} and run.unverified() == size
     assert run.curriculum.groups == [] and run.buffer.try_next_batch(0) is None
     assert "waiting for digests of their engines' weights: 2" in run.buffer.waiting_for()
+    assert f"(oldest {third.ticket_id}, for" in run.buffer.waiting_for(), "what was delivered runs no longer"
     run.digests.tell_digests(A, 0, 0, MADE)
     assert run.curriculum.groups == [second.ticket_id]  # the other's engine holds nobody else up
     run.digests.tell_digests(B, 0, 0, MADE)
