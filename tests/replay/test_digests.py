@@ -276,6 +276,16 @@ def test_an_engine_that_dies_before_it_tells_leaves_what_it_sampled_invalid(pace
     assert run.reasons() == {f"{B} ended before it told what it served as version 0"}
 
 
+def test_a_checkpoint_may_be_taken_while_the_tickets_of_a_dead_holder_wait_for_another(paced):
+    run = paced()
+    tickets = run.issuer.offer(2, holder="a#1")
+    assert run.issuer.reissue("a#1") == [ticket.ticket_id for ticket in tickets]
+    assert run.counts == {}
+    with run.buffer.boundary():
+        run.buffer.state()
+        assert sorted(row[0] for row in run.issuer.state()["outstanding"]) == sorted(t.ticket_id for t in tickets)
+
+
 def test_digests_are_waited_for_only_so_long(paced):
     run = paced()
     ticket, *_ = run.issuer.acquire(1, 0)
