@@ -332,8 +332,18 @@ def asked_by_several(engine):
 def test_an_idle_engine_that_several_ask_at_a_time_serves_them_together(engine, monkeypatch):
     monkeypatch.setattr(engine_module, "GATHER_S", WAIT_S)
     asked_by_several(engine)
+    begun, wait_for = threading.Event(), engine._changed.wait_for
+
+    def gathering(*args):
+        begun.set()
+        return wait_for(*args)
+
+    monkeypatch.setattr(engine._changed, "wait_for", gathering)
     before = engine.stats()["inference/dispatches_total"]
-    futures = [engine.submit([request(seed=i)])[0] for i in range(4)]  # as many as there are slots
+    futures = engine.submit([request()])
+    futures[0].add_done_callback(lambda _: begun.set())  # where it waited for nobody
+    assert begun.wait(WAIT_S)
+    futures += [engine.submit([request(seed=i)])[0] for i in range(1, 4)]  # as many as there are slots
     assert [len(future.result(WAIT_S)[0].response_tokens) for future in futures] == [12] * 4
     assert engine.stats()["inference/dispatches_total"] == before + 3  # of 4 steps
 
@@ -348,6 +358,28 @@ def test_an_engine_that_one_asks_at_a_time_waits_for_nobody(engine, monkeypatch)
     answers(engine, request())  # nobody comes along any more
     is_idle(engine)
     monkeypatch.setattr(engine_module, "GATHER_S", 100 * WAIT_S)
+    assert len(answers(engine, request())[0][0].response_tokens) == 12
+
+
+def test_who_asks_while_another_is_served_counts_as_several_and_is_kept_waiting_for_nobody(engine, monkeypatch):
+    monkeypatch.setattr(engine_module, "GATHER_S", 0.0)
+    for _ in range(2):  # the second time the engine knows that several ask
+        gate = Gate(engine, monkeypatch)
+        (first,) = engine.submit([request()])
+        assert gate.reached.wait(WAIT_S)
+        monkeypatch.setattr(engine_module, "GATHER_S", 100 * WAIT_S)
+        (second,) = engine.submit([request(seed=1)])
+        gate.opened.set()
+        assert [len(each.result(WAIT_S)[0].response_tokens) for each in (first, second)] == [12, 12]
+        monkeypatch.setattr(engine_module, "GATHER_S", 0.0)
+        is_idle(engine)
+        assert engine._asked_by_several
+
+
+def test_however_many_come_the_wait_for_others_has_an_end(engine, monkeypatch):
+    monkeypatch.setattr(engine_module, "GATHER_S", 100 * WAIT_S)
+    monkeypatch.setattr(engine_module, "_MOST_GATHERS", 0)
+    asked_by_several(engine)
     assert len(answers(engine, request())[0][0].response_tokens) == 12
 
 

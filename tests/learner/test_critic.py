@@ -209,6 +209,15 @@ def test_micro_batches_change_nothing(decoder, config, earning, head):
         assert np.abs(left - right).max() <= 1e-6 * max(1.0, np.abs(left).max())
 
 
+def test_the_value_loss_of_an_update_is_the_mean_over_its_tokens(decoder, config, earning):
+    constant = ValueHead(jnp.zeros(16), jnp.asarray(0.2, jnp.float32))
+    given = ppo(config, critic={"gae_lambda": 1.0, "clip": None})  # the target is what is still to be earned
+    metrics, (_, of_head) = gradients(decoder, given, earning, constant)
+    beyond = 0.2 - np.concatenate([example.advantage[example.loss_mask] for example in earning])
+    assert metrics["train/value_loss"] == pytest.approx(np.square(beyond).mean() / 2, rel=1e-5)
+    assert float(of_head.bias) == pytest.approx(given.critic.coefficient * beyond.mean(), rel=1e-5)
+
+
 def test_the_gradient_of_values_is_that_of_finite_differences(decoder, config, earning, head):
     """With a learning target that is fixed (λ = 1, γ = 1 does not depend on V), and advantages that do not count."""
     given = ppo(config, critic={"gae_lambda": 1.0, "clip": None, "coefficient": 1.0})

@@ -105,6 +105,7 @@ def test_a_gradient_that_is_not_finite_is_its_rollout_s_alone_and_nothing_moved(
     np.testing.assert_array_equal(learner.decoder.embedding, decoder.embedding)
     assert [one.rollout_id for one in found if not np.isfinite(one.gradient_norm)] == [bad.rollout_ids[0]]
     assert {(one.inner_product, one.moved, one.along) for one in found} == {(0.0, 0.0, 0.0)}
+    assert {span.inner_product for one in found for span in one.spans} == {0.0}
 
 
 def test_a_planted_outlier_moves_the_update_most(decoder, config, draw_examples, make_batch):

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from penstock.learner import KlConfig, Learner, LearnerConfig, OptimizerConfig, load_checkpoint, save_checkpoint
 from penstock.learner.checkpoints import restore_learner
 from penstock.learner.losses import LossInputs, TokenLoss, kl_estimate, kl_token_loss
-from penstock.learner.reference import check_reference
+from penstock.learner.reference import ReferenceWeights, check_reference
 from penstock.model.language import Decoder, named_arrays, save_decoder
 from penstock.text import Tokenizer
 from penstock.types import CheckpointError, ConfigError
@@ -212,6 +212,44 @@ def test_an_average_of_the_policy_by_hand(decoder, config, examples, make_batch)
     assert reference.version == 3
     for name, array in arrays(reference.decoder).items():
         np.testing.assert_allclose(array, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_the_average_of_a_bfloat16_policy_moves_by_less_than_its_last_bit(decoder):
+    kl = KlConfig(coefficient=0.1, reference="ema", ema_decay=0.99)
+    begun = jax.tree.map(jnp.ones_like, halved(decoder))
+    policy = jax.tree.map(lambda leaf: 1.25 * leaf, begun)  # exact in bfloat16; one step is a third of its last bit
+    reference = ReferenceWeights(kl, begun)
+    reference.keep(begun)
+    for step in range(1, 101):
+        reference.follow(step, policy)
+    expected = 1.25 - 0.25 * 0.99**100  # 1.1585
+    for name, array in reference.state_arrays().items():
+        assert name.startswith("reference_average.") and array.dtype == np.float32
+        np.testing.assert_allclose(array, expected, rtol=1e-5)
+    current = reference.current(policy).decoder
+    assert {str(array.dtype) for array in named_arrays(current).values()} == {"bfloat16"}
+    for array in arrays(current).values():
+        np.testing.assert_array_equal(array, np.float32(jnp.bfloat16(expected)))
+
+
+def test_a_reference_that_comes_back_is_kept_under_the_name_it_had_and_a_directory_s_goes_before_it(
+    decoder, tokenizer, tmp_path
+):
+    initial = ReferenceWeights(KlConfig(coefficient=0.1, reference="initial"), decoder)
+    initial.keep(decoder)
+    state, moved = initial.state_arrays(), jax.tree.map(lambda leaf: 2 * leaf, decoder)
+    again = ReferenceWeights(KlConfig(coefficient=0.1, reference="initial"), decoder)
+    other = {"other": np.zeros(1, np.float32)}
+    assert again.restore(state | other, 1, moved) == other
+    assert again.state_arrays().keys() == state.keys() and same(again.current(moved).decoder, decoder)
+    save_decoder(moved, tmp_path / "named", tokenizer)
+    named = ReferenceWeights(KlConfig(coefficient=0.1, reference=str(tmp_path / "named")), decoder)
+    named.restore(state, 1, decoder)
+    assert named.state_arrays() == {} and same(named.current(decoder).decoder, moved)
+    for reference in ("initial", str(tmp_path / "named")):
+        synced = ReferenceWeights(KlConfig(coefficient=0.1, reference=reference, sync_every=2), decoder)
+        synced.restore(state, 5, moved)
+        assert synced.current(moved).version == 2 and same(synced.current(moved).decoder, decoder)
 
 
 def halved(decoder: Decoder) -> Decoder:

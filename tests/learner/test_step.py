@@ -11,7 +11,7 @@ import pytest
 from penstock.batch import DeadlineBatchMaker, RowShape
 from penstock.learner import LossConfig, step
 from penstock.learner.config import Preset, ProximalSource
-from penstock.learner.losses import policy_token_loss
+from penstock.learner.losses import TokenLoss, policy_token_loss
 from penstock.learner.step import plan_update
 from penstock.model.language import Segments
 from penstock.types import Rollout, RolloutMetadata
@@ -68,6 +68,29 @@ def test_the_gradient_equals_the_plain_one_with_unequal_lengths(decoder, config,
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), so_far.gradients, expected)
 
 
+def test_the_gradient_of_an_entropy_bonus_is_that_of_the_mean_entropy(decoder, config, examples):
+    chosen, mask = examples[:3], _rows(examples[:3], "loss_mask")[:, 1:]
+    count = np.float32(mask.sum())
+    tokens, positions = (jnp.asarray(_rows(chosen, name)) for name in ("tokens", "position_ids"))
+    segments = Segments.of(_rows(chosen, "segment_ids"))
+
+    def mean_entropy(decoder):
+        scores = jax.nn.log_softmax(decoder.logits(decoder.hidden_states(tokens, positions, segments))[:, :-1])
+        return jnp.where(mask, -(jnp.exp(scores) * scores).sum(axis=-1), 0).sum() / count
+
+    value, expected = jax.jit(jax.value_and_grad(mean_entropy))(decoder)
+    plain, with_bonus = (
+        _accumulated(decoder, chosen, LossConfig(), config, 2, LossConfig(surrogate="reinforce", entropy_coefficient=c))
+        for c in (0.0, 0.5)
+    )
+    assert float(plain[0].sums.loss - with_bonus[0].sums.loss) == pytest.approx(0.5 * float(value), abs=1e-5)
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected)) > 0.05
+    jax.tree.map(
+        lambda less, more, entropy: np.testing.assert_allclose(less - more, 0.5 * entropy, atol=1e-5),
+        plain[0].gradients, with_bonus[0].gradients, expected,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("source", get_args(ProximalSource))
 @pytest.mark.parametrize("preset", ["rloo", "gspo", "cispo"])
 def test_a_gradient_made_in_the_forward_pass_is_the_other_one(decoder, config, examples, preset, source):
@@ -83,6 +106,21 @@ def test_a_gradient_made_in_the_forward_pass_is_the_other_one(decoder, config, e
         made.append(add(decoder, step.zeros_maker()(decoder), batch))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), made[0].gradients, made[1].gradients)
     np.testing.assert_allclose(made[0].sums, made[1].sums, rtol=1e-5)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_loss_that_is_no_number_for_padding_is_one_for_the_step(decoder, config, examples, alone):
+    """Padding has a behaviour log-probability of 0."""
+
+    def token_loss(given):
+        return TokenLoss(-given.logprobs + jnp.log(-given.behaviour_logprobs))
+
+    (batch,) = plan_update(examples[:2], LossConfig(), [RowShape(config.row_length, 2)], version_step=0).micro_batches
+    assert int(batch.count) < len(batch.labels)
+    options = step.LossOptions(token_loss, each_alone=alone)
+    add = jax.jit(partial(step.accumulate, options, step.ForwardOptions(config.remat, 7)))
+    found = add(decoder, step.zeros_maker()(decoder), batch)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
 
 
 @pytest.mark.parametrize(

@@ -214,13 +214,14 @@ def paced(sim):
 
 def test_groups_whose_digests_come_late_wait_uningested_and_the_news_lets_them_in(paced):
     run = paced()
-    first, second, *_ = run.issuer.acquire(4, 0)
+    first, second, third, *_ = run.issuer.acquire(4, 0)
     run.deliver(first, B)
     run.deliver(second, A)
     size = run.sim.GROUP_SIZES[first.lesson_id] + run.sim.GROUP_SIZES[second.lesson_id]
     assert run.counts == {"waiting": size} and run.unverified() == size
     assert run.curriculum.groups == [] and run.buffer.try_next_batch(0) is None
     assert "waiting for digests of their engines' weights: 2" in run.buffer.waiting_for()
+    assert f"(oldest {third.ticket_id}, for" in run.buffer.waiting_for(), "what was delivered runs no longer"
     run.digests.tell_digests(A, 0, 0, MADE)
     assert run.curriculum.groups == [second.ticket_id]  # the other's engine holds nobody else up
     run.digests.tell_digests(B, 0, 0, MADE)
@@ -273,6 +274,16 @@ def test_an_engine_that_dies_before_it_tells_leaves_what_it_sampled_invalid(pace
     run.digests.forget_engine("inference-1", 2)
     assert run.counts == {"invalid": run.sim.GROUP_SIZES[ticket.lesson_id]} and run.unverified() == 0
     assert run.reasons() == {f"{B} ended before it told what it served as version 0"}
+
+
+def test_a_checkpoint_may_be_taken_while_the_tickets_of_a_dead_holder_wait_for_another(paced):
+    run = paced()
+    tickets = run.issuer.offer(2, holder="a#1")
+    assert run.issuer.reissue("a#1") == [ticket.ticket_id for ticket in tickets]
+    assert run.counts == {}
+    with run.buffer.boundary():
+        run.buffer.state()
+        assert sorted(row[0] for row in run.issuer.state()["outstanding"]) == sorted(t.ticket_id for t in tickets)
 
 
 def test_digests_are_waited_for_only_so_long(paced):

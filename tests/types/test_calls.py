@@ -1,12 +1,14 @@
 """Calls that are repeated: what counts as an answer, when they end, and with what."""
 
+import sys
 import threading
+import time
 import weakref
 
 import pytest
 
 from penstock.types import NoProgressError, RetryingCaller, RunFailed, Stopped, UnreachableError
-from penstock.types.calls import DaemonThreads
+from penstock.types.calls import DaemonThreads, in_background
 
 WAIT_S = 280.0
 
@@ -41,10 +43,17 @@ def test_a_call_is_repeated_until_it_is_answered():
     assert caller.calls == [("next", (1,), 2.0)] * 3 and calls.repeats == 2 and not calls.silent
 
 
+def test_pauses_double_up_to_a_second(monkeypatch):
+    calls, pauses = RetryingCaller(Scripted(*[UnreachableError("dead")] * 7, 1), "replay-0"), []
+    monkeypatch.setattr(calls, "pause", pauses.append)
+    assert calls.call("next", timeout_s=2.0) == 1
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+
+
 def test_silence_has_a_limit_that_names_who_and_what():
     clock = Clock()
-    calls = RetryingCaller(Scripted(UnreachableError("no route"), clock=clock, call_s=4.0), "replay-0", 10.0, clock)
-    with pytest.raises(NoProgressError, match=r"replay-0 has not answered for 12 s \(limit 10 s\).*'next'.*no route"):
+    calls = RetryingCaller(Scripted(UnreachableError("no route"), clock=clock, call_s=4.0), "replay-0", 12.0, clock)
+    with pytest.raises(NoProgressError, match=r"replay-0 has not answered for 12 s \(limit 12 s\).*'next'.*no route"):
         calls.call("next", timeout_s=4.0)
 
 
@@ -82,8 +91,20 @@ def test_stop_ends_a_wait_and_later_calls():
     calls.stop()
     thread.join(5)
     assert outcome == ["the connection to replay-0 was closed"]
-    with pytest.raises(Stopped):
+
+
+def test_after_a_stop_nobody_is_called():
+    caller = Scripted(7)
+    calls = RetryingCaller(caller, "replay-0")
+    calls.stop()
+    with pytest.raises(Stopped, match="the connection to replay-0 was closed"):
         calls.call("next", timeout_s=1.0)
+    assert caller.calls == []
+
+
+def test_a_thread_in_the_background_keeps_no_process_from_ending():
+    thread = in_background(threading.current_thread, "of a test").result(WAIT_S)
+    assert thread.daemon and thread.name == "of a test"
 
 
 @pytest.fixture
@@ -97,6 +118,14 @@ def test_calls_at_a_time_have_a_thread_each(threads):
     together = threading.Barrier(8)
     arrivals = [threads.submit(together.wait, WAIT_S) for _ in range(8)]
     assert sorted(arrival.result(WAIT_S) for arrival in arrivals) == list(range(8))
+
+
+def wait_for_idle(threads, count):
+    """Until so many threads wait for their next call."""
+    deadline = time.monotonic() + WAIT_S
+    while threads._idle != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def free(threads):
@@ -118,6 +147,8 @@ def test_what_a_call_raises_is_raised_where_it_is_read_and_its_thread_goes_on(th
     thread = free(threads)
     with pytest.raises(ZeroDivisionError):
         threads.submit(divmod, 1, 0).result(WAIT_S)
+    with pytest.raises(SystemExit):
+        threads.submit(sys.exit, 3).result(WAIT_S)
     assert thread.is_alive() and threads.submit(divmod, 7, 2).result(WAIT_S) == (3, 1)
 
 
@@ -129,26 +160,38 @@ def test_a_thread_that_waits_keeps_nothing_of_its_last_call(threads):
     kept = weakref.ref(given)
     threads.submit(lambda each: None, given).result(WAIT_S)
     del given
-    free(threads)
+    wait_for_idle(threads, 1)
     assert kept() is None
 
 
 def test_closing_ends_threads_that_wait_at_once_and_the_others_with_their_call(threads):
-    waiting, until, begun = free(threads), threading.Event(), threading.Event()
-    busy = []
+    together, until, begun = threading.Barrier(3), threading.Event(), threading.Event()
+
+    def meet():
+        together.wait(WAIT_S)
+        return threading.current_thread()
 
     def work():
         busy.append(threading.current_thread())
         begun.set()
         return until.wait(WAIT_S)
 
-    futures = [threads.submit(work), threads.submit(threading.current_thread)]
+    waiting, busy = {future.result(WAIT_S) for future in [threads.submit(meet) for _ in range(3)]}, []
+    wait_for_idle(threads, 3)
+    future = threads.submit(work)
     assert begun.wait(WAIT_S)
-    waiting = futures[1].result(WAIT_S) if busy[0] is waiting else waiting
     threads.close()
-    waiting.join(WAIT_S)
-    assert not waiting.is_alive() and busy[0].is_alive()
+    waiting -= set(busy)
+    for thread in waiting:
+        thread.join(WAIT_S)
+    assert [thread.is_alive() for thread in [*waiting, *busy]] == [False, False, True]
     until.set()
-    assert futures[0].result(WAIT_S)
+    assert future.result(WAIT_S)
     busy[0].join(WAIT_S)
     assert not busy[0].is_alive()
+
+
+def test_what_is_asked_for_after_the_end_still_runs(threads):
+    free(threads)
+    threads.close()
+    assert threads.submit(divmod, 7, 2).result(WAIT_S) == (3, 1)

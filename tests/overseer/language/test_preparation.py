@@ -19,6 +19,7 @@ from penstock.overseer.language.preparation import (
     ParityCheck,
     Preparation,
     answers_cut_short,
+    sampled_first_by,
     warm_start_lessons,
 )
 from penstock.overseer.supervisor.messages import Identity, Peer
@@ -82,19 +83,31 @@ class Cluster:
         self.arrived: list[Any] = []
         self.marked: list[tuple[Any, ...]] = []
         self.silent: set[str] = set()
+        self.draining: set[str] = set()
         self.limits_s: list[float] = []
+        self.prompts: list[np.ndarray] = []
 
     @property
     def view(self) -> Any:
         peers = [
-            Peer(Identity("inference", int(name[-1]), 0), {"digests": name not in self.silent}) for name in self.engines
+            Peer(
+                Identity("inference", int(name[-1]), 0),
+                {"digests": name not in self.silent, "draining": name in self.draining},
+            )
+            for name in self.engines
         ]
         return SimpleNamespace(of=lambda role: peers if role == "inference" else [])
 
     def caller(self, name: str) -> Any:
-        return SimpleNamespace(call=lambda method, *args, timeout_s: self.answer(name, method, *args))
+        def call(method: str, *args: Any, timeout_s: float) -> Any:
+            assert method != "canary" or timeout_s == args[-1] + preparation.CALL_S
+            return self.answer(name, method, *args)
+
+        return SimpleNamespace(call=call)
 
     def answer(self, name: str, method: str, *args: Any) -> Any:
+        if name == "replay-0" and name in self.dead:
+            raise UnreachableError("gone")
         if method == "arrived_under":
             of_version = [each for each in self.arrived if each[0].weight_steps[-1] == args[0]]
             return [each for each in of_version][: args[1] * max(1, len(self.engines))]
@@ -104,6 +117,7 @@ class Cluster:
         assert method == "canary"
         version, prompts, most, limit_s = args
         self.limits_s.append(limit_s)
+        self.prompts = prompts
         self.asked.append((name, version, [len(prompt) for prompt in prompts]))
         if name in self.dead:
             raise UnreachableError("gone")
@@ -169,6 +183,13 @@ def test_what_arrived_under_the_version_spares_the_only_engine_a_canary():
     assert cluster.asked == [] and metrics["train/parity_checked"] == 8
 
 
+def test_what_arrived_longer_than_a_row_is_not_compared():
+    cluster, learner, by = Cluster("inference-0"), Learner(), ("inference-0#0",)
+    learner.step, cluster.arrived = 3, [(example(3, response=63), by), (example(3, response=62), by)]  # rows of 64
+    metrics = update(check_of(cluster), learner, example(2))
+    assert cluster.asked == [] and metrics["train/parity_checked"] == 62
+
+
 def test_of_short_answers_as_many_are_taken_as_are_evidence_and_nobody_is_asked():
     cluster, learner = Cluster("inference-0"), Learner()
     metrics = update(check_of(cluster), learner, *[example(0, response=3)] * 5)
@@ -176,6 +197,8 @@ def test_of_short_answers_as_many_are_taken_as_are_evidence_and_nobody_is_asked(
     cluster.arrived = [(example(1, response=3), ("inference-0#0",))] * 2
     assert update(check_of(cluster), learner, example(0))["train/parity_checked"] == 6 + 8
     assert len(cluster.asked) == 1  # of which two are too few
+    learner.step, cluster.arrived = 2, []
+    assert update(check_of(cluster), learner, *[example(2, response=3)] * 2)["train/parity_checked"] == 6 + 16
 
 
 @pytest.mark.parametrize(("answers", "asked"), [((3, 3, 3, 3), 3), ((1, 20, 20, 20, 1), 8), ((20,) * 4, 1)])
@@ -184,6 +207,15 @@ def test_where_answers_are_short_as_many_are_asked_for_as_are_evidence(answers, 
     learner.step = 5
     update(check_of(cluster), learner, *[example(4, response=length) for length in answers])
     assert cluster.asked == [("inference-0", (2, 5), [2] * asked + [1 + max(answers)])]
+
+
+def test_what_is_asked_leaves_room_for_an_answer_in_a_row():
+    cluster, learner = Cluster("inference-0"), Learner()
+    learner.step, mask = 5, np.arange(60) >= 55
+    long = replace(example(4, response=58), loss_mask=mask, tokens=np.arange(60, dtype=np.int32))
+    update(check_of(cluster, canary_tokens=16), learner, long)  # in rows of 64
+    expected = [np.arange(7, 55), np.arange(7, 55), np.arange(48)]  # the prompt's end twice, the longest's beginning
+    assert [prompt.tolist() for prompt in cluster.prompts] == [each.tolist() for each in expected]
 
 
 def test_a_canary_is_not_waited_for_where_its_version_sampled_enough_meanwhile(monkeypatch):
@@ -248,6 +280,10 @@ def test_an_engine_may_take_as_long_as_the_update_did_and_the_wait_after_it(monk
         learner.step += 1
         assert check.end(learner)["train/parity_checked"] == 8  # type: ignore[arg-type]
     assert cluster.limits_s == [preparation.FIRST_ANSWER_S, 32.0, 9.0]
+    cluster.engines, cluster.off = ("inference-0", "inference-1"), {"inference-0": 0.0, "inference-1": 0.0}
+    for _ in range(2):  # the second one is asked for the first time
+        assert update(check, learner, example(4))["train/parity_checked"] == 16
+    assert cluster.limits_s[3:] == [preparation.FIRST_ANSWER_S] * 2 + [2.0] * 2
 
 
 def test_an_engine_that_is_asked_for_the_first_time_may_compile_its_answer(monkeypatch):
@@ -288,6 +324,51 @@ def test_a_request_to_finish_ends_the_wait_for_an_engine_that_compiles_its_first
     preparation.close()
 
 
+def test_servers_that_share_the_card_sleep_during_the_update_once_they_have_answered(monkeypatch):
+    cluster, learner, calls, events = Cluster("inference-0", "inference-1"), Learner(), [], []
+    may_answer, wait = canaries_wait(cluster, monkeypatch), preparation.wait
+    answer, coming = cluster.answer, lambda: None
+
+    def record(name: str, method: str, *args: Any) -> Any:
+        calls.append((name, method))
+        if method not in ("sleep", "wake"):
+            return answer(name, method, *args)
+        assert len(cluster.asked) == 2, "both have answered"
+        if (name, method) == ("inference-0", "wake"):
+            raise UnreachableError("gone")
+
+    def wait_for(*given: Any) -> Any:
+        may_answer.set()
+        return wait(*given)
+
+    monkeypatch.setattr(cluster, "answer", record)
+    monkeypatch.setattr(preparation, "wait", wait_for)
+    cluster.event = lambda kind, **fields: events.append((kind, fields))  # type: ignore[attr-defined]
+    learner.step = 5
+    config = SimpleNamespace(
+        learner=SimpleNamespace(parity=check_of(cluster)._config, row_length=64),
+        model=SimpleNamespace(dtype="float32"),
+        inference=SimpleNamespace(external=SimpleNamespace(colocate=True)),
+        weights=SimpleNamespace(fetch_timeout_s=1.0),
+    )
+    component: Any = SimpleNamespace(
+        shared=object(), config=config, settings=SimpleNamespace(lineage=2), learner=learner, coming_batch=coming,
+        finishing=False,
+    )  # fmt: skip
+    made = Preparation(cluster, component)  # type: ignore[arg-type]
+    try:
+        made.before_update(TrainingBatch("id", 5, (example(4),), (), {}))
+        assert calls[-2:] == [("inference-0", "sleep"), ("inference-1", "sleep")]
+        assert learner.coming is coming  # type: ignore[attr-defined]
+        learner.step += 1
+        made.after_update()
+    finally:
+        may_answer.set()
+        made.close()
+    assert calls[-2:] == [("inference-0", "wake"), ("inference-1", "wake")]
+    assert events == [("server_not_told", {"server": "inference-0#0", "what": "wake", "reason": "gone"})]
+
+
 def test_what_is_found_of_an_engine_that_tells_no_digests_stands_in_for_them():
     cluster, learner = Cluster("inference-0", "inference-1"), Learner()
     cluster.silent, learner.step = {"inference-1"}, 5
@@ -307,6 +388,47 @@ def test_an_engine_that_does_not_answer_is_counted_and_ends_nothing():
     learner.step, cluster.dead = 1, {"inference-1"}
     metrics = update(check_of(cluster, wait_s=1.0), learner, example(0))
     assert (metrics["train/parity_checked"], metrics["train/parity_unchecked"]) == (8, 1)
+    assert sorted(name for name, *_ in cluster.asked) == ["inference-0", "inference-1"]  # once each
+
+
+def test_an_engine_that_is_about_to_end_is_not_asked():
+    cluster, learner = Cluster("inference-0", "inference-1"), Learner()
+    learner.step, cluster.draining = 1, {"inference-1"}
+    metrics = update(check_of(cluster), learner, example(0))
+    assert [name for name, *_ in cluster.asked] == ["inference-0"] and metrics["train/parity_unchecked"] == 0
+
+
+def test_while_no_engine_is_known_what_arrived_is_judged():
+    cluster, learner = Cluster(), Learner()
+    learner.step, check, cluster.arrived = 3, check_of(cluster), [(example(3), ())]
+    assert update(check, learner, example(2))["train/parity_checked"] == 8 and cluster.asked == []
+    cluster.arrived = [(example(4, off=1.0), ())]
+    with pytest.raises(MismatchError, match="version 4: rollouts and the learner"):
+        update(check, learner, example(3))
+
+
+def test_where_enough_arrived_during_three_updates_nobody_is_asked_before_the_next_is_made():
+    cluster, learner, asked = Cluster("inference-0"), Learner(), []
+    learner.step, check = 3, check_of(cluster)
+    for arriving in (True, True, False, True, True, True, True, False, True):
+        step, before = learner.step, len(cluster.asked)
+        check.begin(learner, TrainingBatch("id", step, (example(step - 1),), (), {}))  # type: ignore[arg-type]
+        check.wait_for_canaries()
+        ahead = len(cluster.asked) - before
+        cluster.arrived = [(example(step), ("inference-0#0",))] * arriving
+        learner.step += 1
+        found = check.end(learner)  # type: ignore[arg-type]
+        assert found["train/parity_checked"] == 8 * arriving + 8 * max(ahead, not arriving)
+        asked.append((ahead, len(cluster.asked) - before))
+    assert asked == [(1, 1)] * 6 + [(0, 0), (0, 1), (1, 1)]
+    assert learner.scored[-1] == "decoder 11"
+
+
+def test_a_replay_that_does_not_answer_ends_nothing():
+    cluster, learner = Cluster("inference-0"), Learner()
+    learner.step, cluster.dead, cluster.silent = 1, {"replay-0"}, {"inference-0"}
+    assert update(check_of(cluster), learner, example(0))["train/parity_checked"] == 8
+    assert cluster.marked == []
 
 
 def test_updates_between_two_checks_compare_nothing():
@@ -328,6 +450,8 @@ def probe(*scores: float) -> float | None:
         assert decoding == Decoding(top_p=0.9, max_output_tokens=PROBE_TOKENS)
         return RolloutBatch((RolloutGroup("cats:0", rollouts),)), {}
 
+    nothing_sampled = replace(rollouts[0], response_logprobs=rewards, response_mask=np.zeros(8, np.bool_))
+    rollouts += (nothing_sampled,)
     context = SimpleNamespace(tokenizer=None)
     manager = SimpleNamespace(sample_batch=sample_batch, context=context)
     lesson = SimpleNamespace(
@@ -395,6 +519,21 @@ def test_solutions_that_the_policy_would_never_be_let_finish_are_told_before_the
     )
     lessons["spelling"]["sampling_params"]["max_output_tokens"] = 12
     assert answers_cut_short(manager_of(lessons, spelling=Spelling()), "spelling", config, 0) == ""
+
+
+def test_a_warm_start_is_by_default_on_the_lessons_that_wait_for_no_other():
+    environment = {"env_class": "penstock.environments.CatsEnvironment"}
+    lessons = {"first": {"environment": environment}, "later": {"environment": environment}}
+    lessons["later"]["dependencies"] = [{"dependency_id": "first"}]  # type: ignore[assignment]
+    manager = manager_of(lessons, first=Spelling(), later=Spelling())
+    assert warm_start_lessons(manager, WarmStartConfig(steps=1)) == ["first"]
+    assert warm_start_lessons(manager, WarmStartConfig(steps=1, lessons=["later"])) == ["later"]
+
+
+def test_a_version_s_evidence_begins_with_what_it_sampled():
+    swapped = example(3)
+    swapped.weight_steps[-1] = 4
+    assert sampled_first_by(swapped, 3) and not sampled_first_by(swapped, 4)
 
 
 @pytest.mark.parametrize("recipe", ["arithmetic", "calculator"])

@@ -152,7 +152,7 @@ class ParityCheck:
         check = _Check(*held, evidence, engines, silent, {}, self._config.wait_s, started)
         if check.lacking() or not engines:
             check = check._replace(evidence={**check.evidence, **self._arrived(check)})
-        if engines and not check.lacking():
+        if not check.lacking():
             self._metrics = self._judge(learner, check)
             return
         if self._sufficient < SUFFICIENT_IN_A_ROW:
