@@ -229,31 +229,6 @@ def test_a_canary_is_not_waited_for_where_its_version_sampled_enough_meanwhile(m
     may_answer.set()
 
 
-def test_where_enough_arrives_during_updates_a_canary_is_asked_only_once_nothing_did():
-    cluster, learner = Cluster("inference-0"), Learner()
-    learner.step, check = 3, check_of(cluster)
-
-    def asked_before_and_after(arriving: bool) -> tuple[int, int]:
-        """Canaries that are asked before the update is made, and once it is."""
-        cluster.asked.clear()
-        cluster.arrived = []
-        check.begin(learner, TrainingBatch("id", learner.step, (example(learner.step - 1),), (), {}))  # type: ignore[arg-type]
-        asked = () if check._check is None else check._check.canaries.values()
-        for canary in asked:
-            canary.result(30)
-        before = len(cluster.asked)
-        cluster.arrived = [(example(learner.step), ("inference-0#0",))] if arriving else []
-        learner.step += 1
-        assert check.end(learner)["train/parity_unchecked"] == 0  # type: ignore[arg-type]
-        assert learner.scored[-1] == f"decoder {learner.step - 1}"
-        return before, len(cluster.asked) - before
-
-    enough = [asked_before_and_after(arriving=True) for _ in range(5)]
-    assert enough == [(1, 0), (1, 0), (1, 0), (0, 0), (0, 0)]
-    assert asked_before_and_after(arriving=False) == (0, 1)
-    assert [asked_before_and_after(arriving=True) for _ in range(4)] == [(1, 0)] * 3 + [(0, 0)]
-
-
 def test_of_several_engines_each_that_arrivals_name_is_judged_by_them_and_the_others_are_asked():
     cluster, learner = Cluster("inference-0", "inference-1"), Learner()
     learner.step = 3
