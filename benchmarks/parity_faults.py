@@ -11,7 +11,8 @@ and the run is told the latter, so that the numeric guard is measured alone.
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -21,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from penstock.inference import GenerationRequest, InferenceEngine, decoding, model_runner
-from penstock.inference.sequence import PendingRequest
 from penstock.model import arrays as digesting
 from penstock.model.language import Decoder, named_arrays
 from penstock.types import Completion, WeightVersion
@@ -133,15 +133,18 @@ def _programs(fault: str) -> model_runner.CompiledSteps:
     )
 
 
-class _Misread(PendingRequest):
-    """A request whose prompt is answered with another token, and recorded as it was asked."""
+def _as_asked(answer: Future[list[Completion]], prompt: np.ndarray) -> Future[list[Completion]]:
+    """The answer to another prompt, recorded as one to this."""
+    told: Future[list[Completion]] = Future()
 
-    def __init__(self, pending: PendingRequest, asked: np.ndarray) -> None:
-        super().__init__(pending.request, pending.stop_token_ids, pending.max_tokens)
-        object.__setattr__(self, "asked", asked)
+    def tell(done: Future[list[Completion]]) -> None:
+        if (error := done.exception()) is not None:
+            told.set_exception(error)
+        else:
+            told.set_result([dataclasses.replace(each, prompt_tokens=prompt) for each in done.result()])
 
-    def complete(self, index: int, completion: Completion) -> None:
-        super().complete(index, dataclasses.replace(completion, prompt_tokens=self.asked))  # type: ignore[attr-defined]
+    answer.add_done_callback(tell)
+    return told
 
 
 class FaultyEngine(InferenceEngine):
@@ -208,12 +211,15 @@ class FaultyEngine(InferenceEngine):
         version, _ = super().digests(timeout_s)  # type: ignore[misc]
         return version, self._published[version.step]
 
-    def _pend(self, request: GenerationRequest) -> PendingRequest:
+    def submit(self, requests: Sequence[GenerationRequest], *, first: bool = False) -> list[Future[list[Completion]]]:
         if self._fault != WRONG_TOKEN or self.version.step < self._first:
-            return super()._pend(request)
-        prompt = request.prompt.copy()
-        prompt[0] = (prompt[0] + 1) % self._vocab_size
-        return _Misread(super()._pend(dataclasses.replace(request, prompt=prompt)), request.prompt)
+            return super().submit(requests, first=first)
+        prompts = [request.prompt.copy() for request in requests]
+        for prompt in prompts:
+            prompt[0] = (prompt[0] + 1) % self._vocab_size
+        misread = [dataclasses.replace(each, prompt=prompt) for each, prompt in zip(requests, prompts, strict=True)]
+        answers = super().submit(misread, first=first)
+        return [_as_asked(answer, each.prompt) for answer, each in zip(answers, requests, strict=True)]
 
 
 def make_inference(ctx: Any, settings: Mapping[str, Any]) -> Any:
