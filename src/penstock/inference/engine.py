@@ -55,7 +55,7 @@ IDLE_WAKE_S = 60.0
 """An idle engine waits to be notified; it wakes this often so that no wait is unbounded."""
 
 GATHER_S, _MOST_GATHERS = 0.003, 4
-"""An idle engine that several asked at a time before waits so long for the next who asks along with the first."""
+"""Seconds that an idle engine, which several asked at a time before, waits for the next who asks; how many times."""
 
 
 class InferenceEngine:

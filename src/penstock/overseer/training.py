@@ -441,7 +441,10 @@ def check_resume(config: "RunConfig | FleetRunConfig", run_dir: Path | str | Non
     checkpoint = newest_good_checkpoint(directory.checkpoints)
     check_goal(config.steps, checkpoint)
     if checkpoint is not None:
-        request_run(config, run_dir, True, None, True, None, None, {}).kind.check_resume(config, checkpoint)
+        asked = request_run(
+            config, run_dir, resume=True, recipe=None, quiet=True, environment=None, reward=None, overrides={}
+        )
+        asked.kind.check_resume(config, checkpoint)
     _changes(directory, config)
 
 

@@ -148,7 +148,7 @@ class PacedReplayBuffer:
             return
         entry.phase = "delivered"
         self._held[group.group_id] = (group, entry)
-        if self._config.synchronous:
+        if self._config.synchronous:  # though it may not be its turn; else the next line asks
             self._faults_of(group.group_id)  # from now on it waits for digests, where those are not in
         self._ingest_ready()
 
