@@ -71,6 +71,16 @@ def test_engine_and_packed_forward_agree_on_ragged_sequences(
         assert expected.mean() < -0.5  # not a degenerate model that agrees by certainty
 
 
+def test_few_rows_of_bfloat16_are_rounded_as_a_packed_row_is(make_decoder, start_engine, config):
+    """One token may fall on the other side of a rounding; where the programs round differently, most do."""
+    weights = make_decoder(3, dtype="bfloat16")
+    request = GenerationRequest(np.arange(9, dtype=np.int32), Decoding(max_output_tokens=20), 0)
+    (future,) = start_engine(weights, config).submit([request])
+    (completion,) = future.result(60)
+    (expected,) = packed_logprobs(weights, [completion], 1.0)
+    assert np.mean(np.abs(completion.response_logprobs - expected) > 1e-4) < 0.2
+
+
 def rows_of(budget, stops):
     slots = len(budget)
     return SlotRows(

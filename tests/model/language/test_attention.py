@@ -105,3 +105,15 @@ def test_pages_give_what_the_whole_cache_gives(window, length, slots):
     )
     np.testing.assert_array_equal(none[jnp.array([0, 1, 3])], found[jnp.array([0, 1, 3])])
     assert np.isfinite(none).all() and (of_all or not np.any(none[2]))
+
+
+def test_pages_round_weights_of_bfloat16_as_the_whole_cache_does():
+    """Where each rounds them in its own way, half of the results differ in their last bit."""
+    rng = np.random.default_rng(0)
+    query, keys, values = (
+        jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((4, 4, 16), (4, 2, 256, 16), (4, 2, 256, 16))
+    )
+    slots, positions = jnp.arange(4, dtype=jnp.int32), jnp.array([255, 40, 130, 64], jnp.int32)
+    dense = grouped_attention(query[:, None], keys, values, (jnp.arange(256) <= positions[:, None])[:, None])[:, 0]
+    found = paged_attention(query, keys, values, slots, positions, Pages.of(positions + 1, 256, 4))
+    assert np.mean(np.asarray(found != dense)) < 1e-2

@@ -7,7 +7,9 @@ where. Only ``dense`` makes an array of length × length.
 ``blocks``  plain JAX by blocks, masked ones skipped
 others      of chips: `penstock.model.language.chip_attention`
 
-Whether engine and learner agree, which may take different ones, is checked by every run.
+Whether engine and learner agree, which may take different ones, is checked by every run. Those of this package round a
+softmax's weights to the model's dtype alike, though they see keys in different portions: exp(score) by a power of two,
+where in float32 the largest score would do as well, and the division by their sum comes after the values.
 
 *Blocks.* Online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867) and a backward pass that makes
 weights again from the saved log-sum-exp (Dao 2023, https://arxiv.org/abs/2307.08691). A block of queries meets only
@@ -21,6 +23,7 @@ Keys and values are laid out (batch, head, position, dim). That layout is the fa
 batched matrix products over contiguous rows, and a cache needs no transposition.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,6 +45,8 @@ FEW_ROWS = 8
 
 MASKED = -1e30
 """Score of a forbidden pair: finite, so that a row without any allowed key gives no NaN."""
+
+_LOG2_E = math.log2(math.e)
 
 BLOCK = 64
 """Queries, and keys, of a block. Of 32 to 256 the fastest for sequences up to 512 tokens on one core, forward and
@@ -184,9 +189,10 @@ def grouped_attention(
     rows = rows.reshape(batch, kv_heads, group * queries, head_dim)
     scores = _scores(rows, key)
     scores = scores.reshape(batch, kv_heads, group, queries, keys) * head_dim**-0.5
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED), axis=-1)
-    weights = rounded(weights.reshape(batch, kv_heads, group * queries, keys), value.dtype)
-    attended = rounded(product("bhqk,bhkd->bhqd", weights, value), value.dtype)
+    scores = jnp.where(mask[:, None, None], scores, MASKED).reshape(batch, kv_heads, group * queries, keys)
+    weights = _weights(scores, _ceiling(scores))
+    weighted = product("bhqk,bhkd->bhqd", rounded(weights, value.dtype), value)
+    attended = rounded(weighted / weights.sum(axis=-1, keepdims=True), value.dtype)
     attended = attended.reshape(batch, kv_heads, group, queries, head_dim).transpose(0, 3, 1, 2, 4)
     return attended.reshape(batch, queries, heads, head_dim)
 
@@ -209,6 +215,18 @@ def _scores(
     if rows.shape[2] > FEW_ROWS:
         return plain(rows, key)
     return lax.platform_dependent(rows, key, cpu=swapped, default=plain)
+
+
+def _ceiling(scores: Float32[Array, "*queries keys"]) -> Float32[Array, " *queries"]:
+    """Binary logarithm of the least power of two that no key's exp(score) exceeds, a whole number."""
+    return jnp.ceil(scores.max(axis=-1) * _LOG2_E)
+
+
+def _weights(
+    scores: Float32[Array, "*queries keys"], ceiling: Float32[Array, " *queries"]
+) -> Float32[Array, "*queries keys"]:
+    """exp(score) / 2 ** ceiling: how it is rounded to bfloat16 does not depend on which keys a ceiling is of."""
+    return jnp.exp2(scores * _LOG2_E - ceiling[..., None])
 
 
 class Pages(NamedTuple):
@@ -396,7 +414,7 @@ def _attend_blocks_forward(shape: _BlockShape, query: Array, key: Array, value: 
         sums = lax.fori_loop(first[item], number + 1, meet, _no_sums(own[0]))
         total = jnp.maximum(sums.total, jnp.finfo(jnp.float32).tiny)
         attended = rounded(sums.weighted / total[..., None], query.dtype)
-        return results[0].at[item].set(attended), results[1].at[item].set(sums.largest + jnp.log(total))
+        return results[0].at[item].set(attended), results[1].at[item].set((sums.ceiling + jnp.log2(total)) / _LOG2_E)
 
     nothing = jnp.zeros_like(query), jnp.zeros(query.shape[:3], jnp.float32)
     attended, lse = lax.fori_loop(0, len(query), one, nothing)
@@ -440,9 +458,9 @@ _attend_blocks.defvjp(_attend_blocks_forward, _attend_blocks_backward)
 
 
 class _Sums(NamedTuple):
-    """Of the keys met so far, for each query: largest score, Σ exp(score − largest), and Σ of that times values."""
+    """Of the keys met so far, for each query: `_ceiling`, the sum of their `_weights`, and that of weights by values."""
 
-    largest: Float32[Array, "kv_heads group_block"]
+    ceiling: Float32[Array, "kv_heads group_block"]
     total: Float32[Array, "kv_heads group_block"]
     weighted: Float32[Array, "kv_heads group_block head_dim"]
 
@@ -454,12 +472,11 @@ def _no_sums(query: Array) -> _Sums:
 
 def _added(sums: _Sums, scores: Array, value: Array) -> _Sums:
     """With another block of keys; where a query sees none of them yet, what is added counts nothing later."""
-    largest = jnp.maximum(sums.largest, scores.max(axis=-1))
-    weights = jnp.exp(scores - largest[..., None])
-    faded = jnp.exp(sums.largest - largest)
+    ceiling = jnp.maximum(sums.ceiling, _ceiling(scores))
+    weights, faded = _weights(scores, ceiling), jnp.exp2(sums.ceiling - ceiling)
     weighted = product("hqk,hkd->hqd", rounded(weights, value.dtype), value)
     total = sums.total * faded + weights.sum(axis=-1)
-    return _Sums(largest, total, sums.weighted * faded[..., None] + weighted)
+    return _Sums(ceiling, total, sums.weighted * faded[..., None] + weighted)
 
 
 def _block_scores(

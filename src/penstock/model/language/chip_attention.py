@@ -237,7 +237,7 @@ def _forward_kernel(
         if masked:
             other = at * met + jnp.arange(met, dtype=jnp.int32)
             scores = jnp.where((other >= sees[:, None]) & (other <= position[:, None]), scores, _HIDDEN)
-        above = jnp.maximum(largest, scores.max(axis=1))
+        above = jnp.ceil(jnp.maximum(largest, scores.max(axis=1)))  # rounds weights as dense attention does
         weights, faded = jnp.exp2(scores - above[:, None]), jnp.exp2(largest - above)
         added = _times(weights.astype(value.dtype), value[slots, :])
         return above, total * faded + weights.sum(axis=1), weighted * faded[:, None] + added
