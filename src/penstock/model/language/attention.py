@@ -458,7 +458,7 @@ _attend_blocks.defvjp(_attend_blocks_forward, _attend_blocks_backward)
 
 
 class _Sums(NamedTuple):
-    """Of the keys met so far, for each query: `_ceiling`, the sum of their `_weights`, and that of weights by values."""
+    """Of the keys met so far, for each query: `_ceiling`, the sum of their `_weights`, and that of them by values."""
 
     ceiling: Float32[Array, "kv_heads group_block"]
     total: Float32[Array, "kv_heads group_block"]
