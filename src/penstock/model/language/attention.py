@@ -190,9 +190,7 @@ def grouped_attention(
     scores = _scores(rows, key)
     scores = scores.reshape(batch, kv_heads, group, queries, keys) * head_dim**-0.5
     scores = jnp.where(mask[:, None, None], scores, MASKED).reshape(batch, kv_heads, group * queries, keys)
-    weights = _weights(scores, _ceiling(scores))
-    weighted = product("bhqk,bhkd->bhqd", rounded(weights, value.dtype), value)
-    attended = rounded(weighted / weights.sum(axis=-1, keepdims=True), value.dtype)
+    attended = _weighted_values(scores, value)
     attended = attended.reshape(batch, kv_heads, group, queries, head_dim).transpose(0, 3, 1, 2, 4)
     return attended.reshape(batch, queries, heads, head_dim)
 
@@ -217,16 +215,44 @@ def _scores(
     return lax.platform_dependent(rows, key, cpu=swapped, default=plain)
 
 
+@jax.custom_vjp
+def _weighted_values(
+    scores: Float32[Array, "batch kv_heads rows keys"], value: Float[Array, "batch kv_heads keys head_dim"]
+) -> Float[Array, "batch kv_heads rows head_dim"]:
+    """softmax(scores) · values."""
+    weights = _weights(scores, _ceiling(scores), value.dtype)
+    return rounded(product("bhqk,bhkd->bhqd", weights, value) / _sum(weights)[..., None], value.dtype)
+
+
+def _values_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    """Of what is divided first: a gradient that is rounded after a division is less exact."""
+
+    def divided_first(scores: Array, value: Array) -> Array:
+        weights = rounded(jax.nn.softmax(scores, axis=-1), value.dtype)
+        return rounded(product("bhqk,bhkd->bhqd", weights, value), value.dtype)
+
+    to_scores, to_value = jax.vjp(divided_first, *saved)[1](gradient)
+    return to_scores, to_value
+
+
+_weighted_values.defvjp(lambda *given: (_weighted_values(*given), given), _values_backward)
+
+
 def _ceiling(scores: Float32[Array, "*queries keys"]) -> Float32[Array, " *queries"]:
     """Binary logarithm of the least power of two that no key's exp(score) exceeds, a whole number."""
     return jnp.ceil(scores.max(axis=-1) * _LOG2_E)
 
 
 def _weights(
-    scores: Float32[Array, "*queries keys"], ceiling: Float32[Array, " *queries"]
-) -> Float32[Array, "*queries keys"]:
-    """exp(score) / 2 ** ceiling: how it is rounded to bfloat16 does not depend on which keys a ceiling is of."""
-    return jnp.exp2(scores * _LOG2_E - ceiling[..., None])
+    scores: Float32[Array, "*queries keys"], ceiling: Float32[Array, " *queries"], dtype: jnp.dtype
+) -> Float[Array, "*queries keys"]:
+    """exp(score) / 2 ** ceiling in a dtype: its rounding does not depend on which keys a ceiling is of."""
+    return rounded(jnp.exp2(scores * _LOG2_E - ceiling[..., None]), dtype)
+
+
+def _sum(weights: Float[Array, "*queries keys"]) -> Float32[Array, " *queries"]:
+    """Of those that values are multiplied by, rounded as they are: so one key's value alone stays what it is."""
+    return weights.astype(jnp.float32).sum(axis=-1)
 
 
 class Pages(NamedTuple):
@@ -473,9 +499,9 @@ def _no_sums(query: Array) -> _Sums:
 def _added(sums: _Sums, scores: Array, value: Array) -> _Sums:
     """With another block of keys; where a query sees none of them yet, what is added counts nothing later."""
     ceiling = jnp.maximum(sums.ceiling, _ceiling(scores))
-    weights, faded = _weights(scores, ceiling), jnp.exp2(sums.ceiling - ceiling)
-    weighted = product("hqk,hkd->hqd", rounded(weights, value.dtype), value)
-    total = sums.total * faded + weights.sum(axis=-1)
+    weights, faded = _weights(scores, ceiling, value.dtype), jnp.exp2(sums.ceiling - ceiling)
+    weighted = product("hqk,hkd->hqd", weights, value)
+    total = sums.total * faded + _sum(weights)
     return _Sums(ceiling, total, sums.weighted * faded[..., None] + weighted)
 
 

@@ -238,9 +238,9 @@ def _forward_kernel(
             other = at * met + jnp.arange(met, dtype=jnp.int32)
             scores = jnp.where((other >= sees[:, None]) & (other <= position[:, None]), scores, _HIDDEN)
         above = jnp.ceil(jnp.maximum(largest, scores.max(axis=1)))  # rounds weights as dense attention does
-        weights, faded = jnp.exp2(scores - above[:, None]), jnp.exp2(largest - above)
-        added = _times(weights.astype(value.dtype), value[slots, :])
-        return above, total * faded + weights.sum(axis=1), weighted * faded[:, None] + added
+        weights, faded = jnp.exp2(scores - above[:, None]).astype(value.dtype), jnp.exp2(largest - above)
+        added, of_all = _times(weights, value[slots, :]), weights.astype(jnp.float32).sum(axis=1)
+        return above, total * faded + of_all, weighted * faded[:, None] + added
 
     nothing = (
         jnp.full((own,), _HIDDEN, jnp.float32),
