@@ -18,8 +18,7 @@ bfloat16 in float32):
   more for the float32 master of a bfloat16 model. Of an adapter A for P, and its own dtype, as of its gradients;
 - *KV cache* 2 · 2 L s S v b: the cache, and its copy while it grows or a prompt's samples fork from it;
 - *attention*, dense, R H T² (8 + c): scores and their gradient in float32, weights in the dtype of the products; by any
-  other kernel 8 N (q + v) c, half as much again where products are kept; dense 4 R H T² more where products are, and
-  8 R H T² in every layer where all is;
+  other kernel 8 N (q + v) c, half as much again where products are kept; dense 4 R H T² more in every layer where all is;
   and of the largest prefill, r prompts of length t, 8 r t i and dense H r t² (4 + c), else 6 r t (q + v) b; of a long
   one, on one CPU, those of a chunk of t tokens, 8 t i + H t S (4 + c) + 2 S v c;
 - *adapter's products*, of outputs w in all: 8 N w, 6 N w where bfloat16 is computed in float32; or attention, where it
@@ -264,7 +263,7 @@ def attention_bytes(
     computed, tokens = 4 if on_cpu else _DTYPE_BYTES[model.dtype], shape.rows * shape.length
     if kernel == "dense":
         scores = tokens * model.num_attention_heads * shape.length
-        more = {"products": 4, "none": 8 * model.num_hidden_layers}.get(remat, 0)
+        more = 4 * model.num_hidden_layers if remat == "none" else 0
         return scores * (8 + computed + more)
     more = 8 if remat in ("layer", "offload") else 12
     return tokens * (model.query_size + model.key_value_size) * computed * more

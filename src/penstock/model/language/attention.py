@@ -224,18 +224,20 @@ def _weighted_values(
     return rounded(product("bhqk,bhkd->bhqd", weights, value) / _sum(weights)[..., None], value.dtype)
 
 
+def _values_forward(scores: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _weighted_values(scores, value), (jax.nn.softmax(scores, axis=-1), value)
+
+
 def _values_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    """Of what is divided first: a gradient that is rounded after a division is less exact."""
-
-    def divided_first(scores: Array, value: Array) -> Array:
-        weights = rounded(jax.nn.softmax(scores, axis=-1), value.dtype)
-        return rounded(product("bhqk,bhkd->bhqd", weights, value), value.dtype)
-
-    to_scores, to_value = jax.vjp(divided_first, *saved)[1](gradient)
-    return to_scores, to_value
+    """By weights that are divided first: a gradient that is rounded after the division is less exact."""
+    weights, value = saved
+    through = jax.vjp(partial(product, "bhqk,bhkd->bhqd"), rounded(weights, value.dtype), value)[1]
+    to_weights, to_value = through(gradient.astype(jnp.float32))
+    met = weights * to_weights.astype(jnp.float32)
+    return met - weights * met.sum(axis=-1, keepdims=True), to_value
 
 
-_weighted_values.defvjp(lambda *given: (_weighted_values(*given), given), _values_backward)
+_weighted_values.defvjp(_values_forward, _values_backward)
 
 
 def _ceiling(scores: Float32[Array, "*queries keys"]) -> Float32[Array, " *queries"]:
