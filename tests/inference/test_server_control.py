@@ -57,7 +57,7 @@ def test_a_certificate_is_checked_against_those_that_a_run_trusts(serving, drivi
     assert url.startswith("https://")
     assert driving(url, tls_ca=certificate).healthy()
     assert not driving(url).healthy()
-    with pytest.raises(ConfigError, match="certificates in .*absent.pem cannot be read"):
+    with pytest.raises(ConfigError, match="inference.tls_ca is .*absent.pem: its certificates cannot be read"):
         driving(url, tls_ca=tmp_path / "absent.pem")
 
 
