@@ -25,8 +25,6 @@ from penstock.types import SAMPLING_FIELDS, Decoding, EnvironmentFailure, Prompt
 LONGEST_MESSAGE = 1000
 """In characters: an error repeats what a client sent, but not all of it."""
 
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-
 
 class ApiError(Exception):
     """A request that is answered with an error.
@@ -45,10 +43,10 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """``{"error": {"message", "type", "param", "code"}}``."""
-        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        of_client = "requests" if self.status == 429 else "invalid_request_error"  # which OpenAI's 401 and 404 are, too
         error = {
             "message": _encodable(self.message),
-            "type": KINDS.get(self.status, default),
+            "type": "server_error" if self.status >= 500 else of_client,
             "param": None if self.param is None else _encodable(self.param),
             "code": self.code,
         }
