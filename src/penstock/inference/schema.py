@@ -62,11 +62,13 @@ def _encodable(text: str) -> str:
     return text[:LONGEST_MESSAGE].encode("utf-8", "backslashreplace").decode()
 
 
-async def respond(_: Request, error: Exception) -> JSONResponse:
+async def respond(request: Request, error: Exception) -> JSONResponse:
     """The exception handler of the application; what is unexpected is also logged with its traceback."""
     headers = None
     if isinstance(error, HTTPException):
-        error, headers = ApiError(error.status_code, error.detail), error.headers
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
+        message += "; a client's base_url is http://HOST:PORT/v1" if error.status_code == 404 else ""
+        error, headers = ApiError(error.status_code, message), error.headers
     if not isinstance(error, ApiError):
         error = ApiError(500, f"internal error: {type(error).__name__}", code="internal_error")
     return error.response(headers)
