@@ -6,7 +6,7 @@ sampling and rewards are the lesson's; the seed is the recipe's, so the same cal
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from penstock.environments import Environment
 from penstock.inference import AgentEndpoint, RemoteContext, ServerPool
 from penstock.inference.external import dialect_of, key_of
 from penstock.inference.routing import Server
+from penstock.inference.server_control import control_of
 from penstock.inference.server_pool import trusting
 from penstock.inference.serving import model_directory
 from penstock.model.language import load_policy
@@ -157,7 +158,7 @@ def manager_of(
 
     Raises:
         CheckpointError: the source is no checkpoint.
-        ConfigError: the server is of another make, or has no such model.
+        ConfigError: the server is of another make, has no such model, or lacks what is needed.
         UnreachableError: nothing answers at the URL.
     """
     with ExitStack() as closing:
@@ -205,13 +206,17 @@ def _served(urls: Sequence[str], config: RunConfig, token: str | None) -> Iterat
     authority = None if config.inference.tls_ca is None else str(config.inference.tls_ca)
     external = config.inference.external
     token = token or key_of(external, "") or None
-    pool = ServerPool(token, request_timeout_s=config.inference.request_timeout_s, certificate_authority=authority)
+    wait_s = config.inference.request_timeout_s
+    pool = ServerPool(token, request_timeout_s=wait_s, certificate_authority=authority)
     try:
         for url in urls:
             pool.model_name = _model_of(url, _models_of(url, token, authority), config)
         if external is not None:
             fixed = config.inference.model_copy(update={"external": external.model_copy(update={"weights": "none"})})
             pool.dialect = dialect_of(fixed)
+            for url in urls if config.inference.engine != "openai" else ():
+                with closing(control_of(url, token, fixed, wait_s)) as control:
+                    control.check()
         pool.set_servers([Server("served", number, url) for number, url in enumerate(urls)])
         yield RemoteContext(pool, Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs))
     finally:
