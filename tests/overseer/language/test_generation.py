@@ -129,7 +129,8 @@ def test_without_a_source_servers_of_fixed_weights_answer_that_the_recipe_names(
         generate(None, recipe, tmp_path / "b.parquet")
 
 
-def test_a_server_is_evaluated_as_a_checkpoint_is_and_compared_with_one(tmp_path, served, made):
+def test_a_server_is_evaluated_as_a_checkpoint_is_and_compared_with_one(tmp_path, served, made, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # by no proxy, as all that asks it
     report = penstock.evaluate(
         served, fixed(), n=2, baseline=made[1], rollouts_path=tmp_path / "a.parquet", token=TOKEN
     )

@@ -341,8 +341,9 @@ class ExternalEngine:
         change_s = self._run.weights.fetch_timeout_s
         control = control_of(self._url, self._key, self._run.inference, change_s)
         try:
-            if not self._config.launch and not control.healthy():
-                raise UnreachableError(f"{self._url} is not healthy: start it, or change inference.external.urls")
+            if not self._config.launch and (why := control.unhealthy()):
+                keys = "inference.external.urls" + (" or inference.tls_ca" if self._url.startswith("https:") else "")
+                raise UnreachableError(f"{self._url} is not healthy ({why}): start it, or change {keys}")
             if self._doubtful:
                 self._have_it_load(control, weights.directory)
             control.disown()
@@ -516,7 +517,7 @@ class ExternalEngine:
         assert self._process is not None
         limit_s = self._config.start_timeout_s
         limit = time.monotonic() + limit_s
-        while not probe.healthy():
+        while probe.unhealthy():
             if self._stopping.wait(POLL_S):
                 raise Stopped("the engine was stopped")
             self.progress += 1.0  # within a limit of its own

@@ -244,7 +244,7 @@ def _models_of(url: str, token: str | None, authority: str | None) -> dict[str, 
     """Who made a server's models, by their names; one at least."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
-        with httpx.Client(verify=trusting(authority), timeout=_ASK_S, headers=headers) as client:
+        with httpx.Client(verify=trusting(authority), timeout=_ASK_S, headers=headers, trust_env=False) as client:
             answer = client.get(f"{url}/v1/models")
             answer.raise_for_status()
             makers = {str(card["id"]): str(card.get("owned_by")) for card in answer.json()["data"]}
