@@ -152,7 +152,7 @@ def manager_of(
 
     Args:
         source: As of `generate`.
-        config: The recipe.
+        config: Of lessons and sampling, and of how a server is asked.
         token: What the server asks for.
         environments: By lesson; they stay open.
 
