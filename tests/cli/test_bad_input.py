@@ -41,6 +41,9 @@ def expect_refusal(done, *parts: str) -> None:
         (["train", "--resume"], ["the run directory is missing; for example: penstock train --resume"]),
         (["train", "--resume", "nowhere"], ["nowhere is not a run directory"]),
         (["eval", "nowhere"], ["nowhere does not exist", "checkpoints/step-<n>"]),
+        (["eval", "http://127.0.0.1:9"], ["--recipe is missing", "penstock eval URL --recipe cats"]),
+        (["eval", "http://127.0.0.1:9", "--recipe", "cartpole"], ["http://127.0.0.1:9 is a server, and cartpole"]),
+        (["serve", "http://127.0.0.1:9"], ["'http://127.0.0.1:9' holds no config.json"]),
         (["eval", "."], [". lies in no run directory", "--recipe"]),
         (["serve", "nowhere", "--token-file", "absent"], ["--token-file absent cannot be read"]),
         (["serve", "nowhere", "token=mysecret12"], ["token on the command line can be read", "--token-file"]),
@@ -120,6 +123,12 @@ def test_a_chat_template_that_cannot_be_used_is_found_before_anything_is_written
     asked = [f"model.tokenizer={folder}", f"{CATS}.environment.env_args={{template: chat}}"]
     expect_refusal(penstock("train", "cats", *asked), part)
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_server_that_is_not_there_is_named_as_it_was_given(penstock, tmp_path):
+    done = penstock("eval", "http://127.0.0.1:9", "--recipe", "cats")
+    assert done.returncode == 1 and done.stderr.startswith("penstock: http://127.0.0.1:9/v1/models does not answer: ")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("token", ["two\nlines", "päss", "a\tb"])

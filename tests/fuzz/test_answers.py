@@ -11,7 +11,7 @@ from penstock.types import ConfigError, Decoding, EnvironmentFailure, Generation
 
 PROMPTS, N = [np.array([5, 6, 7], np.int32), np.array([8], np.int32)], 2
 ERROR = {"error": {"message": "max_tokens is 0: give at least 1", "type": "invalid_request_error", "code": "bad_value"}}
-CODES = ("invalid_prompt", "context_length_exceeded", "overloaded", None)
+CODES = ("invalid_prompt", "context_length_exceeded", "rate_limit_exceeded", None)
 STATUSES = (400, 401, 404, 413, 429, 500, 502, 503, 504, 302)
 
 

@@ -171,7 +171,7 @@ def test_every_post_counts(served_engine, codec, path, connect):
             first.sendall(head + b"{}")
             assert entered.acquire(timeout=WAIT_S)
             refused = httpx.post(server.url + path, json={})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
             assert not entered.acquire(timeout=0.1)
             leave.set()
 

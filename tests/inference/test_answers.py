@@ -101,6 +101,20 @@ def test_without_tools_a_call_is_text():
     assert choice["message"]["content"] == CALL and "tool_calls" not in choice["message"]
 
 
+def test_text_offsets_say_where_a_token_begins_in_the_text_also_amid_a_character():
+    """Whole and streamed, with a prompt before it and a token that is no UTF-8."""
+    said = "a😀b".encode() + b"\xffc\xf0\x9fd"
+    form, prompt = AnswerForm(CODEC, "tiny", False, logprobs=0), PromptForm()
+    (choice,) = form.answer([[completed(said)]])["choices"]
+    assert choice["text"] == "a😀b\ufffdc\ufffdd"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 1, 2, 3, 4, 5, 5, 6]
+    stream, told = AnswerStream(form, [prompt]), []
+    for piece in (said[:3], said[3:4], said[4:10], said[10:]):
+        event = stream.add(0, (list(piece), [0.0] * len(piece), None))
+        told += json.loads(event.removeprefix(b"data: "))["choices"][0]["logprobs"]["text_offset"]
+    assert told == choice["logprobs"]["text_offset"]
+
+
 # --- over HTTP ------------------------------------------------------------------------------------------------------
 
 

@@ -402,11 +402,14 @@ def test_what_is_wrong_is_said_of_the_part_that_is_wrong(raw, path, body, said):
 @pytest.mark.parametrize(
     ("path", "body"),
     [("/v1/embeddings", {"model": "tiny", "input": "a"}), ("/v1/responses", {"model": "tiny", "input": "a"}),
+     ("/chat/completions", {"model": "tiny", "messages": [USER]}), ("/v1/v1/completions", {"prompt": "a"}),
      ("/pause", {}), ("/collective_rpc", {"method": "reload_weights"}), ("/update_weight_version", {})],
 )  # fmt: skip
 def test_routes_that_are_not_there(raw, path, body):
     answer = raw.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
     assert answer.status_code == 404 and set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    told = f"POST {path}: Not Found; a client's base_url is http://HOST:PORT/v1"
+    assert answer.json()["error"]["message"] == told and answer.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,10 @@ def test_a_token_is_not_printed():
             {"engine": "openai", "external": {"launch": ["x", "{model}"], "weights": "none"}},
             "start the server, and give its urls",
         ),
+        (
+            {"engine": "vllm", "external": {"launch": ["x", "{model}"], "weights": "none"}},
+            "launch is given, and weights is none: .* start the server, and give its urls",
+        ),
     ],
 )
 def test_an_external_engine_that_cannot_be_is_refused(keys, said):

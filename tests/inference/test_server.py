@@ -54,6 +54,18 @@ def test_models(client):
         client.models.retrieve("gpt")
 
 
+def test_a_client_without_the_token_and_one_of_an_unknown_model_are_told_as_openai_tells_them(client, url):
+    with (
+        openai.OpenAI(base_url=f"{url}/v1", api_key="another", max_retries=0, timeout=WAIT_S) as stranger,
+        pytest.raises(openai.AuthenticationError) as refused,
+    ):
+        stranger.models.list()
+    assert (refused.value.type, refused.value.code) == ("invalid_request_error", "invalid_api_key")
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="gpt", prompt="a")
+    assert (unknown.value.type, unknown.value.code) == ("invalid_request_error", "model_not_found")
+
+
 def test_a_completion_is_the_engines_own_answer(client, served_engine, codec):
     answer = client.completions.create(
         model="tiny", prompt="hello", max_tokens=9, seed=3, temperature=0.8, logprobs=1, n=2,
@@ -353,7 +365,7 @@ class Held:
 
 @pytest.mark.attack
 def test_overload_is_refused_while_other_requests_wait_and_the_loop_stays_free(
-    raw, url, served_engine, monkeypatch, codec
+    raw, client, url, served_engine, monkeypatch, codec
 ):
     finished = direct(served_engine, codec.encode("a"), 0, max_output_tokens=1)
     held = Held(served_engine, monkeypatch)
@@ -369,8 +381,9 @@ def test_overload_is_refused_while_other_requests_wait_and_the_loop_stays_free(
         thread.start()
     assert all(held.arrived.acquire(timeout=WAIT_S) for _ in threads)
     assert raw.get("/health").status_code == 200  # both requests hang, the loop does not
-    refused = raw.post("/v1/completions", json=body)
-    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+    with pytest.raises(openai.RateLimitError) as refused:
+        client.completions.create(**body)
+    assert (refused.value.type, refused.value.code) == ("requests", "rate_limit_exceeded")  # as OpenAI's own
     for future in held.futures:
         future.set_result(finished)
     for thread in threads:

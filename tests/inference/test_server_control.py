@@ -55,9 +55,10 @@ def test_a_certificate_is_checked_against_those_that_a_run_trusts(serving, drivi
     certificate, key = write_certificate(tmp_path)
     url = serving(tls_cert=certificate, tls_key=key)
     assert url.startswith("https://")
-    assert driving(url, tls_ca=certificate).healthy()
-    assert not driving(url).healthy()
-    with pytest.raises(ConfigError, match="certificates in .*absent.pem cannot be read"):
+    assert driving(url, tls_ca=certificate).unhealthy() == ""
+    assert "certificate verify failed: self-signed certificate" in driving(url).unhealthy()
+    assert "Connection refused" in driving("http://127.0.0.1:9").unhealthy()
+    with pytest.raises(ConfigError, match="inference.tls_ca is .*absent.pem: its certificates cannot be read"):
         driving(url, tls_ca=tmp_path / "absent.pem")
 
 

@@ -315,7 +315,7 @@ def test_a_certificate_is_checked(tmp_path, make_pool):
 def test_a_certificate_authority_that_cannot_be_read_is_told(tmp_path):
     (tmp_path / "broken.pem").write_text("nonsense")
     for name in ("absent.pem", "broken.pem"):
-        with pytest.raises(ConfigError, match=f"certificates in .*{name} cannot be read"):
+        with pytest.raises(ConfigError, match=f"inference.tls_ca is .*{name}: its certificates cannot be read"):
             ServerPool(certificate_authority=str(tmp_path / name))
 
 

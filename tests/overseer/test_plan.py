@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -80,6 +81,40 @@ def test_a_dry_run_tries_what_the_run_would_import(tmp_path, key, name, error, c
     printed = capsys.readouterr()
     assert re.search(error, printed.err) and printed.err.count("\n") == 1
     assert "# Memory, estimated:" in printed.out  # the plan is told all the same
+
+
+@pytest.mark.parametrize(
+    ("external", "tls_ca", "error"),
+    [
+        ({"api_key_file": "absent"}, None, "inference.external.api_key_file is .*absent: .*No such file"),
+        ({"api_key_file": "empty"}, None, "api_key_file is .*empty: it is empty; write the key there"),
+        ({}, "empty", "inference.tls_ca is .*empty: its certificates cannot be read"),
+        (
+            {"weights_dir": "empty/weights"},
+            None,
+            "weights_dir is .*weights, and .*empty is no folder that can be written",
+        ),
+        (
+            {"urls": [], "launch": ["/no/vllm", "{model}"]},
+            None,
+            "launch cannot be started: there is no program '/no/vllm'",
+        ),
+    ],
+)
+def test_what_servers_need_is_looked_for_before_a_run_and_by_its_dry_run(tmp_path, external, tls_ca, error):
+    (tmp_path / "empty").touch()
+    paths = {key: str(tmp_path / name) for key, name in external.items() if isinstance(name, str)}
+    words = [
+        "inference.engine=vllm",
+        f"inference.external={json.dumps({'urls': ['http://127.0.0.1:1'], **external, **paths})}",
+        *([] if tls_ca is None else [f"inference.tls_ca={tmp_path / tls_ca}"]),
+    ]
+    config = load_config("cats", words)
+    with pytest.raises(ConfigError, match=error):
+        check_code(config)
+    with pytest.raises(ConfigError, match=error):
+        train(config, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_a_dry_run_made_is_closed(monkeypatch):

@@ -20,7 +20,7 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="Changes to the configuration, as dotted keys.", show_default=False),
 ]
 Checkpoint = Annotated[
-    Path, typer.Argument(metavar="CHECKPOINT", help="A run's checkpoints/step-<n>, or a Hugging Face directory.")
+    str, typer.Argument(metavar="CHECKPOINT", help="A run's checkpoints/step-<n>, or a Hugging Face directory.")
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")]
 UpdateStep = Annotated[int, typer.Option(help="The update that led to this version, as in metrics.jsonl.")]

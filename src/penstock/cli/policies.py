@@ -26,6 +26,7 @@ from penstock.cli.arguments import (
 )
 from penstock.text.safe_text import printable
 from penstock.types import ConfigError
+from penstock.types.addresses import is_url
 
 if TYPE_CHECKING:
     from penstock.overseer import FleetRunConfig, RunConfig
@@ -110,7 +111,13 @@ def train(
     epilog="Example: penstock eval runs/cats-1/checkpoints/step-60 --recipe cats --n 128",
 )
 def evaluate(
-    checkpoint: Checkpoint,
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A run's checkpoints/step-<n>, a Hugging Face directory, or the URL of a penstock serve.",
+        ),
+    ],
     overrides: Overrides = None,
     recipe: Annotated[
         str | None, typer.Option(help="Whose lessons; by default those of the checkpoint's own run.")
@@ -123,7 +130,7 @@ def evaluate(
         typer.Option(help="Of pass@k, such as 1,4; may be repeated. By default 1, 2, 4, … --generations."),
     ] = None,
     baseline: Annotated[
-        Path | None, typer.Option(help="A checkpoint to compare with, on the same prompts with the same seeds.")
+        str | None, typer.Option(help="A checkpoint to compare with, on the same prompts with the same seeds.")
     ] = None,
     rollouts: Annotated[
         Path | None, typer.Option(help="Parquet file for the rollouts; by default evaluations/<checkpoint>-<time>.")
@@ -136,16 +143,21 @@ def evaluate(
 ) -> int:
     """Evaluate a checkpoint, with 95% intervals: reward and pass@k on held-out prompts, or returns in simulators.
 
-    model.dtype=bfloat16 computes in bfloat16; without it the recipe, or the checkpoint's own run, says the dtype.
+    model.dtype=bfloat16 computes in bfloat16; without it the recipe, or the checkpoint's own run, says the dtype. A
+    server's token is read from PENSTOCK_TOKEN.
     """
     from penstock.overseer.config_loading import load_config
 
-    for given in (checkpoint, *([] if baseline is None else [baseline])):
-        refuse_run_directory(given)
+    served = is_url(checkpoint)
+    for given in (checkpoint, baseline):
+        if given is not None and not is_url(given):
+            refuse_run_directory(Path(given))
+    if recipe is None and served:
+        raise ConfigError("--recipe is missing: it says the lessons; for example: penstock eval URL --recipe cats")
     if recipe is None:
         from penstock.overseer.config_loading import EVALUATED
 
-        config = recorded_config(_run_of(checkpoint), overrides or [], trust, EVALUATED)
+        config = recorded_config(_run_of(Path(checkpoint)), overrides or [], trust, EVALUATED)
     else:
         _refuse_trust(trust, "the config of the checkpoint's own run")
         config = load_config(recipe, overrides or [])
@@ -156,6 +168,8 @@ def evaluate(
 
         language = {"--generations": generations != 1, "--rollouts": rollouts, "--k": k, "--baseline": baseline}
         _refuse_given({name: bool(given) for name, given in language.items()}, "a language policy's")
+        if served:
+            raise ConfigError(f"{checkpoint} is a server, and {recipe} trains a control policy: give its checkpoint")
         told = None if json else print_report  # before the first film
         report = evaluate_fleet(checkpoint, config, lesson or None, n, video, told)
         if not json:
@@ -166,9 +180,12 @@ def evaluate(
 
         _refuse_given({"--video": video is not None}, "a control policy's")
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        path = rollouts or Path("evaluations") / f"{checkpoint.resolve().name}-{stamp}.parquet"
+        name = "served" if served else Path(checkpoint).resolve().name
+        path, token = rollouts or Path("evaluations") / f"{name}-{stamp}.parquet", read_token(None)
         with busy("evaluating"):
-            report = evaluate(checkpoint, config, lesson or None, n, generations, path, baseline, _ks(k))
+            report = evaluate(
+                checkpoint, config, lesson or None, n, generations, path, baseline, _ks(k), token=token or None
+            )
     print_report(report, json)
     return 0
 
@@ -183,7 +200,7 @@ def generate(
         typer.Argument(
             metavar="SOURCE",
             help="A run's checkpoints/step-<n>, a Hugging Face directory, or the URL of a penstock serve; without it "
-            "the policy that the recipe says.",
+            "the policy, or the servers, that the recipe says.",
             show_default=False,
         ),
     ] = None,
@@ -210,7 +227,7 @@ def generate(
     words = list(overrides or [])
     if source is not None and "=" in source and "://" not in source and not os.path.exists(source):
         source, words = None, [source, *words]
-    served = source is not None and source.startswith(("http://", "https://"))
+    served = is_url(source)
     if source is not None and not served:
         refuse_run_directory(Path(source))
     if recipe is not None:
@@ -255,7 +272,7 @@ def serve(
     from penstock.inference.config import ServeConfig
     from penstock.overseer.config_loading import apply_overrides, build_config
 
-    refuse_run_directory(checkpoint)
+    refuse_run_directory(Path(checkpoint))
     _refuse_token(overrides or [])
     settings: dict[str, Any] = {
         "host": host, "port": port, "token": read_token(token_file), "model_name": name,
@@ -266,7 +283,7 @@ def serve(
 
     from penstock.inference import serve
 
-    serve(str(checkpoint), config, announce=partial(print, flush=True))
+    serve(checkpoint, config, announce=partial(print, flush=True))
     return 0
 
 

@@ -217,7 +217,8 @@ class BoundedPosts:
 
     def _refuse_if_full(self) -> None:
         if self._unanswered >= self._most_unanswered:
-            raise ApiError(429, f"{self._unanswered} requests are unanswered: try again later", code="overloaded")
+            message = f"{self._unanswered} requests are unanswered: try again later"
+            raise ApiError(429, message, code="rate_limit_exceeded")
 
 
 class _Incoming:

@@ -17,6 +17,7 @@ import json
 import math
 import time
 import uuid
+from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +117,7 @@ class AnswerForm:
         entries = self._entries(completion.response_tokens, completion.response_logprobs, completion.alternatives)
         if prompt.echo is not None:
             said, entries = {"text": prompt.echo + said["text"]}, self._echoed(prompt) + entries
-        choice: dict[str, Any] = {**said, "finish_reason": ending, "logprobs": self._logprobs(entries, 0)}
+        choice: dict[str, Any] = {**said, "finish_reason": ending, "logprobs": self._logprobs(entries, TextOffsets())}
         if self.token_ids:
             choice |= _record(completion)
         if self.token_ids and not self.chat:
@@ -193,8 +194,8 @@ class AnswerForm:
             *self._entries(scores.tokens[1:], scores.logprobs, scores.alternatives),
         ]
 
-    def _logprobs(self, entries: Sequence[_Entry], offset: int) -> dict[str, Any] | None:
-        """Of these tokens, whose text begins `offset` characters into the choice's."""
+    def _logprobs(self, entries: Sequence[_Entry], offsets: "TextOffsets") -> dict[str, Any] | None:
+        """Of these tokens, which follow those that the offsets were told of."""
         if self.logprobs is None:
             return None
         if self.chat:
@@ -203,13 +204,11 @@ class AnswerForm:
                 for token, number, best in entries
             ]
             return {"content": content, "refusal": None}
-        names = [self._name(token) for token, _, _ in entries]
-        offsets = (offset + np.cumsum([0, *map(len, names)])[:-1]).tolist()
         return {
-            "tokens": names,
+            "tokens": [self._name(token) for token, _, _ in entries],
             "token_logprobs": [number for _, number, _ in entries],
             "top_logprobs": [self._by_name(*entry) for entry in entries] if self.logprobs else None,
-            "text_offset": offsets,
+            "text_offset": [offsets.add(self.tokenizer.token_bytes(token)) for token, _, _ in entries],
         }
 
     def _told(self, token: int, logprob: float | None) -> dict[str, Any]:
@@ -248,31 +247,48 @@ class AnswerForm:
             return f"token_id:{token}"
         return self.tokenizer.decode([token], skip_special_tokens=False)
 
-    def delta(self, index: int, text: str, offset: int, sampled: Sampled) -> dict[str, Any]:
+    def delta(self, index: int, text: str, offsets: "TextOffsets", sampled: Sampled) -> dict[str, Any]:
         """A streamed piece of choice `index`.
 
         Args:
             index: Number of the choice, over all prompts.
             text: What is new of its text.
-            offset: Characters of its tokens before.
+            offsets: Of its tokens before.
             sampled: What is new of its tokens.
         """
         said: dict[str, Any] = {"delta": {"content": text}} if self.chat else {"text": text}
-        logprobs = self._logprobs(self._entries(*sampled), offset)
+        logprobs = self._logprobs(self._entries(*sampled), offsets)
         choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": None}
         return choice | ({"token_ids": list(sampled[0])} if self.token_ids else {})
 
-    def echo(self, index: int, prompt: PromptForm) -> dict[str, Any]:
+    def echo(self, index: int, prompt: PromptForm, offsets: "TextOffsets") -> dict[str, Any]:
         """The first piece of choice `index`, which repeats its prompt."""
-        return {"index": index, "text": prompt.echo, "logprobs": self._logprobs(self._echoed(prompt), 0)} | {
-            "finish_reason": None
-        }
+        logprobs = self._logprobs(self._echoed(prompt), offsets)
+        return {"index": index, "text": prompt.echo, "logprobs": logprobs, "finish_reason": None}
 
 
 def _by_token(beside: Alternatives, most: int) -> list[dict[int, float | None]]:
     """Position by position the most probable tokens, in that order."""
     rows = zip(beside.tokens[:, :most].tolist(), beside.logprobs[:, :most], strict=True)
     return [dict(zip(tokens, finite(logprobs), strict=True)) for tokens, logprobs in rows]
+
+
+_WITHIN = {b"", *(bytes([byte]) for byte in range(0x80, 0xC0))}
+"""Of UTF-8: what goes on with a character."""
+
+
+class TextOffsets:
+    """Where the tokens of a growing text begin in it, in characters; one amid a character begins where that does."""
+
+    def __init__(self) -> None:
+        self._decoder, self._characters = getincrementaldecoder("utf-8")("replace"), 0
+
+    def add(self, token: bytes) -> int:
+        """The next one's."""
+        half, _ = self._decoder.getstate()
+        begins = self._characters + (half != b"" and token[:1] not in _WITHIN)  # half a character stays one of its own
+        self._characters += len(self._decoder.decode(token))
+        return begins
 
 
 class TextStream:
@@ -350,7 +366,7 @@ class AnswerStream:
         self._prompts = [prompt for prompt in prompts for _ in range(n)]
         self._prompt_tokens, self._sampled = sum(len(prompt.tokens) for prompt in prompts), 0
         self._texts = [TextStream(form.tokenizer, form.stop, form.tools > 0) for _ in self._prompts]
-        self._offsets = [0] * len(self._prompts)
+        self._offsets = [TextOffsets() for _ in self._prompts]
         self._envelope = form.envelope(streamed=True)
         self._untold = set(range(1 if form.chat else len(self._prompts)) if form.token_ids else ())
 
@@ -358,7 +374,7 @@ class AnswerStream:
         """Of a conversation: who speaks; of a prompt that is repeated: the prompt."""
         for index, prompt in enumerate(self._prompts):
             if prompt.echo is not None:
-                yield self._told(self._form.echo(index, prompt))
+                yield self._event(self._form.echo(index, prompt, self._offsets[index]))
         if self._form.chat:
             for index in range(len(self._texts)):
                 yield self._event({"index": index, "delta": {"role": "assistant", "content": ""}, **_OPEN})
@@ -370,14 +386,7 @@ class AnswerStream:
         piece = text.add(sampled[0])
         if not (piece or self._form.logprobs is not None or self._form.token_ids):
             return b""
-        return self._told(self._form.delta(index, piece, self._offsets[index], sampled))
-
-    def _told(self, choice: dict[str, Any]) -> bytes:
-        """A piece of a choice, with the next one's offset noted: that of whole answers."""
-        logprobs = choice["logprobs"]
-        if logprobs and logprobs.get("text_offset"):
-            self._offsets[choice["index"]] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
-        return self._event(choice)
+        return self._event(self._form.delta(index, piece, self._offsets[index], sampled))
 
     def end(self, groups: Sequence[Sequence[Completion]]) -> Iterator[bytes]:
         """What is left of every choice, why it ended, and the end of the stream."""

@@ -146,16 +146,17 @@ class ExternalConfig(BaseModel):
     """Inference servers of another make: which they are, and how they get weights.
 
     Attributes:
-        urls: Where they listen, one for each of `inference.servers`. With `weights: none` they may be left out:
-            `penstock generate URL` says where.
+        urls: Where they listen, one for each of `inference.servers`. With `weights: none` `penstock generate` asks
+            these where it is given no SOURCE; they may be left out where `generate` and `eval` are given a URL.
         launch: Instead of `urls` the command that starts one, such as ``[/opt/vllm/bin/vllm, serve, "{model}"]``, in
             its own virtual environment. In place of ``{model}`` stands the directory that it loads; what Penstock needs
             of address, name, lengths and routes is added behind.
         model: What the servers call their model; one that is launched is told so.
-        api_key_file: File with the key that they ask for; None: none. One that is launched has a key of its own.
+        api_key_file: File with the key that they ask for; None: none. One that is launched has a key of its own. For
+            `penstock generate` and `eval` a key in ``PENSTOCK_TOKEN`` goes before it.
         weights: `directory`: each version is written as a Hugging Face directory, which the servers load; `lora`: each
             as an adapter with a name of its own, which requests name, so that nothing pauses; `none`: they stay as they
-            are, for evaluations and `penstock generate`.
+            are, for `penstock eval` and `generate`.
         weights_dir: Folder that this run and the servers see by the same path; None takes shared memory where two
             versions fit with some room, else the run directory.
         pause: What becomes of requests that run while weights are loaded: they are kept, waited for, or aborted and
@@ -197,6 +198,11 @@ class ExternalConfig(BaseModel):
                 f"launch is {' '.join(self.launch)}: one of its words must be {{model}}, in whose place stands the "
                 "directory that the server loads"
             )
+        if self.launch and self.weights == "none":
+            raise ValueError(
+                "launch is given, and weights is none: only a run starts servers, and none of fixed weights; start the "
+                "server, and give its urls"
+            )
         launched = "servers that are launched listen on loopback with a key of their own"
         if self.launch:
             refuse_idle(self, ("api_key_file",), launched)
@@ -227,7 +233,7 @@ class InferenceConfig(EngineConfig):
     Attributes:
         engine: `builtin`: Penstock's own; `vllm`: servers of vLLM, driven by this run; `sglang`: servers of SGLang that
             were started, likewise, which load each version from a directory; `openai`: a server of whatever make with
-            OpenAI's API and weights that stay, for evaluations and `penstock generate`.
+            OpenAI's API and weights that stay, for `penstock eval` and `generate`.
         external: The servers, where they are not Penstock's.
         servers: How many, each with an engine of its own (``runtime: ray``; one process has one engine).
         host: Address that the servers listen on; ``0.0.0.0`` for runs on several machines. Whoever asks must show the

@@ -25,8 +25,6 @@ from penstock.types import SAMPLING_FIELDS, Decoding, EnvironmentFailure, Prompt
 LONGEST_MESSAGE = 1000
 """In characters: an error repeats what a client sent, but not all of it."""
 
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-
 
 class ApiError(Exception):
     """A request that is answered with an error.
@@ -45,10 +43,10 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """``{"error": {"message", "type", "param", "code"}}``."""
-        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        of_client = "requests" if self.status == 429 else "invalid_request_error"  # which OpenAI's 401 and 404 are, too
         error = {
             "message": _encodable(self.message),
-            "type": KINDS.get(self.status, default),
+            "type": "server_error" if self.status >= 500 else of_client,
             "param": None if self.param is None else _encodable(self.param),
             "code": self.code,
         }
@@ -64,11 +62,13 @@ def _encodable(text: str) -> str:
     return text[:LONGEST_MESSAGE].encode("utf-8", "backslashreplace").decode()
 
 
-async def respond(_: Request, error: Exception) -> JSONResponse:
+async def respond(request: Request, error: Exception) -> JSONResponse:
     """The exception handler of the application; what is unexpected is also logged with its traceback."""
     headers = None
     if isinstance(error, HTTPException):
-        error, headers = ApiError(error.status_code, error.detail), error.headers
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
+        message += "; a client's base_url is http://HOST:PORT/v1" if error.status_code == 404 else ""
+        error, headers = ApiError(error.status_code, message), error.headers
     if not isinstance(error, ApiError):
         error = ApiError(500, f"internal error: {type(error).__name__}", code="internal_error")
     return error.response(headers)

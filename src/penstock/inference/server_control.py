@@ -86,12 +86,13 @@ class ServerControl(ABC):
         self._client.close()
 
     @final
-    def healthy(self) -> bool:
-        """Whether it answers that it is, or at least asks for a key."""
+    def unhealthy(self) -> str:
+        """Why it is not healthy; empty where it answers that it is, or at least asks for a key."""
         try:
-            return self._client.get(self._url + self.health, timeout=HEALTH_S).status_code in (200, 401)
-        except httpx.HTTPError:
-            return False
+            status = self._client.get(self._url + self.health, timeout=HEALTH_S).status_code
+        except httpx.HTTPError as error:
+            return str(error) or type(error).__name__
+        return "" if status in (200, 401) else f"it answered {status} to {self.health}"
 
     @abstractmethod
     def check(self) -> str:

@@ -564,4 +564,7 @@ def trusting(certificate_authority: Path | str | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=certificate_authority)
     except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(f"certificates in {certificate_authority} cannot be read: {error}") from error
+        raise ConfigError(
+            f"inference.tls_ca is {certificate_authority}: its certificates cannot be read ({error}); give a file "
+            "that holds them as PEM"
+        ) from error

@@ -153,14 +153,14 @@ class EvaluationReport:
     """The outcome of `penstock.evaluate`.
 
     Attributes:
-        checkpoint: The model directory.
+        checkpoint: The model directory, or the server's URL.
         lessons: Lesson id → report, in the recipe's order.
         seconds: Wall seconds of generation and scoring, the engine's compilation included.
         rollouts_path: Where the rollouts were written as Parquet; None: nowhere.
         baseline: The same of the checkpoint that it is compared with; None without one.
     """
 
-    checkpoint: Path
+    checkpoint: Path | str
     lessons: dict[str, LessonReport]
     seconds: float
     rollouts_path: Path | None = None

@@ -165,7 +165,7 @@ def _external(config: RunConfig) -> str:
     if external.launch:
         where = "started by " + " ".join(config.server_command("{model}", "{port}"))
     else:
-        where = f"at {', '.join(external.urls) or 'the URL that penstock generate is given'}"
+        where = f"at {', '.join(external.urls)}"
     exact = "; at staleness zero two runs are not the same to the last bit" if config.replay.synchronous else ""
     return f"{where}; weights by {external.weights}{exact}"
 

@@ -13,6 +13,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_url(source: object) -> bool:
+    """Whether that is a server, where it could be a path as well."""
+    return isinstance(source, str) and source.startswith(("http://", "https://"))
+
+
 def bracketed(host: str) -> str:
     """As it stands in a URL and before a port: IPv6 in brackets."""
     return f"[{host}]" if ":" in host else host

@@ -250,9 +250,23 @@ def test_servers_with_fixed_weights_are_generated_with_and_not_trained(server, t
     server.rename_to("default")
     report = generate(server.url, config, tmp_path / "said.parquet", n=1)
     (lesson,) = report.lessons.values()
-    assert lesson.rollouts == 8 and server.counts[server.path] == 8
+    assert lesson.rollouts == 8 and server.counts[server.path] == 1 + 8
     with pytest.raises(ConfigError, match="weights none: these servers' weights stay as they are"):
         LanguageKind.of(config)
+
+
+@pytest.mark.parametrize(
+    ("fault", "value", "said"),
+    [
+        ("scale_out", False, "start it with --enable-scale-out"),
+        ("raw", True, "start it with --logprobs-mode processed_logprobs"),
+        ("room", 20, "has room for 20 tokens: start it with --max-model-len 64"),
+    ],
+)
+def test_a_server_with_fixed_weights_is_asked_what_it_lacks_before_it_answers(server, tmp_path, fault, value, said):
+    setattr(server, fault, value)
+    with pytest.raises(ConfigError, match=said):
+        generate(server.url, configured(weights="none"), tmp_path / "said.parquet", n=1)
 
 
 @of_each

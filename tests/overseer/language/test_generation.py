@@ -82,33 +82,65 @@ def test_a_checkpoint_and_a_server_over_it_give_the_same(tmp_path, made):
     assert [row["mode"] for row in rows] == ["train"] * 6
 
 
-def test_a_server_with_openais_api_answers_by_the_name_of_its_model(tmp_path, made):
+@pytest.fixture(scope="module")
+def served(made):
+    """The URL of a `penstock serve` over that checkpoint, which asks for a token."""
     tokenizer = Tokenizer.load("penstock")
     engine = InferenceEngine(made[0], WeightVersion(0, 0), tokenizer, ServedEngineConfig(max_slots=4, max_seq_len=48))
     server = HttpServer(create_app(engine, tokenizer, "mine", AccessRules(TOKEN)))
     engine.start(lazily=True)
     server.start()
+    yield server.url
+    server.stop()
+    engine.stop(30)
 
+
+def fixed(**external):
+    external = {"weights": "none", "model": "mine"} | external
+    return tiny({"inference": {"engine": "openai", "external": external, "prefill_rows": 8}})
+
+
+def test_a_server_with_openais_api_answers_by_the_name_of_its_model(tmp_path, served):
     def asked(url, model="mine", token=TOKEN):
-        external = {"weights": "none", "model": model}
-        run = tiny({"inference": {"engine": "openai", "external": external, "prefill_rows": 8}})
-        return generate(url, run, tmp_path / f"{len(list(tmp_path.iterdir()))}.parquet", n=2, token=token)
+        return generate(
+            url, fixed(model=model), tmp_path / f"{len(list(tmp_path.iterdir()))}.parquet", n=2, token=token
+        )
 
-    try:
-        rows = pq.read_table(asked(f"{server.url}/v1").path)  # as `penstock serve` says it
-        assert rows.num_rows == 6 and all(rows.column("response_tokens").to_pylist())
-        assert not any(map(any, rows.column("response_logprobs").to_pylist())), "nobody says what they are"
-        with pytest.raises(ConfigError, match="external.model is 'policy', and .* has 'mine': name one of them"):
-            asked(server.url, "policy")
-        with pytest.raises(ConfigError, match=r"v1/models: give the URL of a server as http://HOST:PORT"):
-            asked(f"{server.url}/v2")
-        with pytest.raises(ConfigError, match="answered 401 to /v1/models"):
-            asked(server.url, token=None)
-    finally:
-        server.stop()
-        engine.stop(30)
-    with pytest.raises(UnreachableError, match="does not answer"):
-        asked(server.url)
+    rows = pq.read_table(asked(f"{served}/v1").path)  # as `penstock serve` says it
+    assert rows.num_rows == 6 and all(rows.column("response_tokens").to_pylist())
+    assert not any(map(any, rows.column("response_logprobs").to_pylist())), "nobody says what they are"
+    with pytest.raises(ConfigError, match="external.model is 'policy', and .* has 'mine': name one of them"):
+        asked(served, "policy")
+    with pytest.raises(ConfigError, match=r"v1/models: give the URL of a server as http://HOST:PORT"):
+        asked(f"{served}/v2")
+    with pytest.raises(ConfigError, match="answered 401 to /v1/models"):
+        asked(served, token=None)
+
+
+def test_without_a_source_servers_of_fixed_weights_answer_that_the_recipe_names(tmp_path, served):
+    (tmp_path / "key").write_text(TOKEN)
+    recipe = fixed(urls=[served], api_key_file=tmp_path / "key")
+    rows = pq.read_table(generate(None, recipe, tmp_path / "a.parquet", n=2).path)
+    assert rows.num_rows == 6 and not any(map(any, rows.column("response_logprobs").to_pylist()))
+    with pytest.raises(ConfigError, match="answered 401 .* its token in PENSTOCK_TOKEN or .*external.api_key_file"):
+        generate(None, recipe, tmp_path / "b.parquet", token="another")  # which goes before the file's
+    (tmp_path / "key").unlink()
+    with pytest.raises(ConfigError, match="inference.external.api_key_file is .*key: .*No such file"):
+        generate(None, recipe, tmp_path / "b.parquet")
+
+
+def test_a_server_is_evaluated_as_a_checkpoint_is_and_compared_with_one(tmp_path, served, made, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # by no proxy, as all that asks it
+    report = penstock.evaluate(
+        served, fixed(), n=2, baseline=made[1], rollouts_path=tmp_path / "a.parquet", token=TOKEN
+    )
+    assert report.checkpoint == served and report.to_json()["checkpoint"] == served  # no slash is lost
+    rows = pq.read_table(tmp_path / "a.parquet")
+    labels, logprobs = rows.column("evaluation").to_pylist(), rows.column("response_logprobs").to_pylist()
+    assert [(label, any(of_one)) for label, of_one in zip(labels, logprobs, strict=True)] == [
+        *[("offline", False)] * 2, *[("baseline", True)] * 2,
+    ]  # fmt: skip
+    assert report.lessons["cats"].rollouts == 2 and report.lessons["cats"].difference is not None
 
 
 def test_a_server_of_another_make_is_asked_in_no_dialect_of_ours(tmp_path):

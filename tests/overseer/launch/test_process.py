@@ -9,7 +9,8 @@ import time
 import pytest
 
 from penstock.overseer.launch import process as processes
-from penstock.overseer.launch.process import Process
+from penstock.overseer.launch.process import GuardedProcess, Process
+from tests.waiting import wait_until
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 
@@ -97,3 +98,26 @@ def test_a_stopped_child_ends_with_its_parent():
         while child.alive and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not child.alive
+
+
+@pytest.mark.parametrize(
+    ("printed", "said"),
+    [
+        (
+            "(Worker) ERROR [a.py:1]     raise ValueError(\n(Worker) ERROR [a.py:1] ValueError: no room for the cache\n"
+            "(Worker) ERROR [a.py:9] ValueError: no room for the cache\nTraceback:\n  raise RuntimeError(\n"
+            "RuntimeError: see above\nbye",
+            "ValueError: no room for the cache | RuntimeError: see above",
+        ),
+        ("one\ntwo\nerror: unrecognized arguments: --flag", "one | two | error: unrecognized arguments: --flag"),
+        ("WARNING: such as `OSError: [Errno 24]`", "WARNING: such as `OSError: [Errno 24]`"),
+        ("", "nothing (its exit status is 3)"),
+    ],
+)
+def test_a_command_that_ended_is_quoted_with_what_it_raised(tmp_path, printed, said):
+    log = tmp_path / "server.out"
+    log.write_text("OSError: of the one before\n")
+    process = GuardedProcess(["sh", "-c", 'printf %s "$0"; exit 3', printed], {}, log)
+    wait_until(lambda: not process.alive, "it ended")
+    assert process.last_words() == said
+    assert process.end(10)

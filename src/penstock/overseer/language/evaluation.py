@@ -23,6 +23,7 @@ from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_evaluation, write_parquet
 from penstock.rundir.storage import check_place
 from penstock.types import ConfigError, EnvironmentFailure, RolloutBatch
+from penstock.types.addresses import is_url
 
 LABEL, BASELINE = "offline", "baseline"
 """Among the labels of evaluations in rollouts that are kept."""
@@ -43,25 +44,29 @@ def evaluate(
     *,
     environment: GivenEnvironment | Mapping[str, GivenEnvironment] | None = None,
     reward: GivenReward | Mapping[str, GivenReward] | None = None,
+    token: str | None = None,
 ) -> EvaluationReport:
     """Evaluates a checkpoint on the held-out examples of a recipe's lessons.
 
     Args:
-        checkpoint: A run's ``checkpoints/step-<n>`` or any Hugging Face model directory.
+        checkpoint: A run's ``checkpoints/step-<n>``, any Hugging Face model directory, or, as of `penstock generate`,
+            the URL of a server.
         config: The recipe, its name or its path; its model section gives way to the checkpoint.
         lessons: Which lessons; all by default.
         n: Held-out prompts per lesson; by default as the recipe says.
         generations: Responses per prompt; k of pass@k goes up to it.
         rollouts_path: Write the rollouts to this Parquet file.
-        baseline: A checkpoint to compare with, which answers the same prompts with the same seeds.
+        baseline: A checkpoint, or a server, to compare with, which answers the same prompts with the same seeds.
         ks: Of pass@k; by default 1, 2, 4, … and `generations`.
         environment: As of `penstock.train`: objects in place of the lessons' environments. They are closed at the end.
         reward: As of `penstock.train`: objects in place of their reward functions.
+        token: What a server asks for.
 
     Raises:
         ConfigError: an unknown lesson, no prompts, a checkpoint that is none, a path that cannot be written, a recipe
             of a control policy, or a k above `generations`.
         EnvironmentFailure: every group of a lesson failed: it has no result.
+        UnreachableError: nothing answers at the URL.
     """
     given = take_objects(_recipe(config), environment, reward)
     curriculum = given.config.curriculum
@@ -69,7 +74,7 @@ def evaluate(
     check_count(n)
     _check_ks(ks or (), generations)
     sources = [one for one in (checkpoint, baseline) if one is not None]
-    model_dirs = [model_directory(str(one)) for one in sources]
+    answering = [str(one) if is_url(one) else model_directory(str(one)) for one in sources]
     path = None if rollouts_path is None else Path(rollouts_path)
     if path is not None:
         _check_rollouts_path(path)
@@ -78,7 +83,7 @@ def evaluate(
     with _environments(given, chosen) as environments:  # they serve checkpoint and baseline
         for one, label in zip(sources, (LABEL, BASELINE), strict=False):
             began = time.perf_counter()
-            found.append(_answers(one, given.config, environments, chosen, n, generations, label))
+            found.append(_answers(one, given.config, token, environments, chosen, n, generations, label))
             seconds.append(time.perf_counter() - began)
     if path is not None:
         _write_rollouts(path, found)
@@ -96,7 +101,7 @@ def evaluate(
             )
             for lesson_id, batch in found[which].items()
         }
-        return EvaluationReport(model_dirs[which], lesson_reports, seconds[which], path, other)
+        return EvaluationReport(answering[which], lesson_reports, seconds[which], path, other)
 
     return report(0, path, None if baseline is None else report(1))
 
@@ -141,17 +146,16 @@ def _environments(given: GivenObjects, lessons: Sequence[str]) -> Iterator[dict[
 def _answers(
     source: Path | str,
     config: RunConfig,
+    token: str | None,
     environments: Mapping[str, Environment],
     lessons: Sequence[str],
     n: int | None,
     generations: int,
     label: str,
 ) -> Answers:
-    manager, step = manager_of(source, config, environments), version_of(source)
-    try:
+    step = version_of(source)
+    with manager_of(source, config, token, environments) as manager:
         return {lesson_id: _evaluated(manager, lesson_id, n, generations, label, step) for lesson_id in lessons}
-    finally:
-        manager.shutdown(close_environments=False)
 
 
 def _evaluated(

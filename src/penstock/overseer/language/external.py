@@ -134,7 +134,7 @@ class ExternalEngine:
         self._proof = ChecksumProof()
         self._adapters: list[WeightVersion] = []
         self._base_answer: list[tuple[int, float]] = []  # of the server's base, which no version changes
-        self._relaunches = False
+        self._relaunches = self._has_started = False
         self._tried = self._doubtful = False  # doubtful: a load began, and did not end well
         self._wanted: _Weights | None = None
         self._served: WeightVersion | None = None
@@ -168,7 +168,7 @@ class ExternalEngine:
 
         Raises:
             RunFailed: it failed too often in a row.
-            ConfigError: it lacks what a run needs.
+            ConfigError: it lacks what a run needs, or was launched and never answered.
             Stopped: the engine was stopped.
         """
         with self._turn:
@@ -292,6 +292,7 @@ class ExternalEngine:
 
         Raises:
             RunFailed: that came too often.
+            ConfigError: it was launched, and never answered: it would not the next time.
         """
         if self._stopping.is_set():  # which closes connections
             raise Stopped("the engine was stopped") from failure
@@ -304,6 +305,8 @@ class ExternalEngine:
         self.doing = f"healing its server: {words}"
         self._event("external_engine_failed", server=str(self.identity), reason=words)
         self._end(END_S)
+        if self._config.launch and not self._has_started:
+            raise ConfigError(f"inference.external.launch: {words}") from failure
         if len(self._failures) > limits.max_restarts:
             raise RunFailed(
                 f"the server of {self.identity} failed {len(self._failures)} times within "
@@ -338,8 +341,9 @@ class ExternalEngine:
         change_s = self._run.weights.fetch_timeout_s
         control = control_of(self._url, self._key, self._run.inference, change_s)
         try:
-            if not self._config.launch and not control.healthy():
-                raise UnreachableError(f"{self._url} is not healthy: start it, or change inference.external.urls")
+            if not self._config.launch and (why := control.unhealthy()):
+                keys = "inference.external.urls" + (" or inference.tls_ca" if self._url.startswith("https:") else "")
+                raise UnreachableError(f"{self._url} is not healthy ({why}): start it, or change {keys}")
             if self._doubtful:
                 self._have_it_load(control, weights.directory)
             control.disown()
@@ -505,26 +509,22 @@ class ExternalEngine:
             self._process = GuardedProcess(words, environment, log)
         except OSError as error:
             raise ConfigError(f"inference.external.launch cannot be started: {error}") from error
-        probe = control_of(self._url, self._key, self._run.inference, END_S)
-        try:
+        with closing(control_of(self._url, self._key, self._run.inference, END_S)) as probe:
             self._await(probe, log)
-        finally:
-            probe.close()
+        self._has_started = True
 
     def _await(self, probe: ServerControl, log: Path) -> None:
         assert self._process is not None
         limit_s = self._config.start_timeout_s
         limit = time.monotonic() + limit_s
-        while not probe.healthy():
+        while probe.unhealthy():
             if self._stopping.wait(POLL_S):
                 raise Stopped("the engine was stopped")
             self.progress += 1.0  # within a limit of its own
-            if not self._process.alive:
-                raise UnreachableError(f"the server ended at its start ({log}): {self._process.last_words()}")
-            if time.monotonic() > limit:
-                raise UnreachableError(
-                    f"the server did not answer within inference.external.start_timeout_s = {limit_s:g} ({log})"
-                )
+            if (ended := not self._process.alive) or time.monotonic() > limit:
+                late = f"did not answer within inference.external.start_timeout_s = {limit_s:g}"
+                what = "ended at its start" if ended else late
+                raise UnreachableError(f"the server {what} ({log}): {self._process.last_words()}")
 
     def _end(self, timeout_s: float) -> None:
         if self._control is not None:

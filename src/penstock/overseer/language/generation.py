@@ -6,7 +6,7 @@ sampling and rewards are the lesson's; the seed is the recipe's, so the same cal
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +15,9 @@ import httpx
 from penstock.curriculum import Curriculum
 from penstock.environments import Environment
 from penstock.inference import AgentEndpoint, RemoteContext, ServerPool
-from penstock.inference.external import dialect_of
+from penstock.inference.external import dialect_of, key_of
 from penstock.inference.routing import Server
+from penstock.inference.server_control import control_of
 from penstock.inference.server_pool import trusting
 from penstock.inference.serving import model_directory
 from penstock.model.language import load_policy
@@ -31,6 +32,7 @@ from penstock.rundir.storage import check_place, write_atomically
 from penstock.text import Tokenizer
 from penstock.tracking import conversation_of
 from penstock.types import ConfigError, Mode, RolloutBatch, RolloutRecord, UnreachableError, fold
+from penstock.types.addresses import is_url
 
 FORMATS = (".parquet", ".jsonl")
 _ASK_S = 10.0
@@ -78,13 +80,14 @@ def generate(
     Args:
         source: A run's ``checkpoints/step-<n>``, a Hugging Face directory, or the URL of a `penstock serve`, or of a
             server of the recipe's ``inference.engine``, with the recipe's tokenizer, whatever ``external.urls`` says;
-            a ``/v1`` behind it is left out. None takes the policy that the recipe's ``model`` says.
+            a ``/v1`` behind it is left out. None takes the servers of ``external.urls`` where their ``weights`` are
+            `none`, else the policy that the recipe's ``model`` says.
         config: The recipe, its name or its path.
         path: A Parquet file, with the columns of a run's rollouts, or a JSONL file with a conversation per line.
         lessons: Which lessons; all by default.
         n: Prompts per lesson; by default ``sampling_params.n_prompts`` of each.
         mode: Which of the environment's disjoint example sets.
-        token: What the server asks for.
+        token: What the server asks for; None: what the recipe's ``external.api_key_file`` says.
 
     Raises:
         ConfigError: an unknown lesson, no prompts, a recipe of a control policy, or a path of another kind or that
@@ -104,7 +107,7 @@ def generate(
     check_place(path, "--out")
     started = time.perf_counter()
     batches: dict[str, RolloutBatch] = {}
-    with _manager(source, config, token) as manager:
+    with manager_of(source, config, token) as manager:
         for lesson_id in chosen:
             sampling, seed = known[lesson_id].sampling_params, fold(config.seed, "generate", lesson_id)
             prompts = sampling.n_prompts if n is None else n
@@ -139,34 +142,53 @@ def version_of(source: Path | str | None) -> int:
 
 
 @contextmanager
-def _manager(source: Path | str | None, config: RunConfig, token: str | None) -> Iterator[RolloutManager]:
-    if isinstance(source, str) and source.startswith(("http://", "https://")):
-        with _served(source.rstrip("/").removesuffix("/v1"), config, token) as context:
-            agents = AgentEndpoint.of(config.inference, context.tokenizer)
-            manager = RolloutManager(Curriculum(config.curriculum), context, config.seed, agents=agents)
-            try:
-                yield manager
-            finally:
-                manager.shutdown()
-        return
-    with manager_of(source, config) as manager:
-        yield manager
-
-
 def manager_of(
-    source: Path | str | None, config: RunConfig, environments: Mapping[str, Environment] | None = None
-) -> RolloutManager:
-    """A manager with an engine of its own, of a checkpoint, or of the policy that the recipe says.
+    source: Path | str | None,
+    config: RunConfig,
+    token: str | None = None,
+    environments: Mapping[str, Environment] | None = None,
+) -> Iterator[RolloutManager]:
+    """A manager over a server, or with an engine of its own: of a checkpoint, or of the policy that the recipe says.
+
+    Args:
+        source: As of `generate`.
+        config: Of lessons and sampling, and of how a server is asked.
+        token: What the server asks for.
+        environments: By lesson; they stay open.
 
     Raises:
         CheckpointError: the source is no checkpoint.
+        ConfigError: the server is of another make, has no such model, or lacks what is needed.
+        UnreachableError: nothing answers at the URL.
     """
+    with ExitStack() as closing:
+        if urls := _urls_of(source, config):
+            context = closing.enter_context(_served(urls, config, token))
+            agents, curriculum = AgentEndpoint.of(config.inference, context.tokenizer), Curriculum(config.curriculum)
+            manager = RolloutManager(curriculum, context, config.seed, environments=environments, agents=agents)
+        else:
+            manager = _with_engine(source, config, environments or {})
+        closing.callback(manager.shutdown, close_environments=environments is None)
+        yield manager
+
+
+def _urls_of(source: Path | str | None, config: RunConfig) -> list[str]:
+    """The servers that answer; none where an engine of our own does."""
+    if is_url(source):
+        return [str(source).rstrip("/").removesuffix("/v1")]
+    external = config.inference.external
+    return list(external.urls) if source is None and external is not None and external.weights == "none" else []
+
+
+def _with_engine(
+    source: Path | str | None, config: RunConfig, environments: Mapping[str, Environment]
+) -> RolloutManager:
     policy, limits = config.model, config.overseer
     if source is not None:
         policy = policy.policy(model_directory(str(source)))
     tokenizer = Tokenizer.load(policy.tokenizer_path, policy.chat_template_kwargs)
     return RolloutManager.from_configs(
-        environments or {},
+        environments,
         config.curriculum,
         config.inference,
         tokenizer,
@@ -179,39 +201,50 @@ def manager_of(
 
 
 @contextmanager
-def _served(url: str, config: RunConfig, token: str | None) -> Iterator[RemoteContext]:
-    """A context over one server that is no run's: a `penstock serve`, or one of the recipe's ``inference.engine``."""
+def _served(urls: Sequence[str], config: RunConfig, token: str | None) -> Iterator[RemoteContext]:
+    """A context over servers that are no run's: `penstock serve`, or the recipe's ``inference.engine``."""
     authority = None if config.inference.tls_ca is None else str(config.inference.tls_ca)
-    pool = ServerPool(token, request_timeout_s=config.inference.request_timeout_s, certificate_authority=authority)
     external = config.inference.external
+    token = token or key_of(external, "") or None
+    wait_s = config.inference.request_timeout_s
+    pool = ServerPool(token, request_timeout_s=wait_s, certificate_authority=authority)
     try:
-        models = _models_of(url, token, authority)
-        if external is None:
-            pool.model_name, maker = next(iter(models.items()))
-            if maker != "penstock":
-                raise ConfigError(
-                    f"inference.engine is builtin, and {url} is a server of another make (owned_by is {maker!r}): set "
-                    "inference.engine to vllm, sglang or openai, and inference.external={weights: none}"
-                )
-        elif external.model not in models:
-            found = ", ".join(map(repr, models))
-            raise ConfigError(
-                f"inference.external.model is {external.model!r}, and {url} has {found}: name one of them"
-            )
-        else:
+        for url in urls:
+            pool.model_name = _model_of(url, _models_of(url, token, authority), config)
+        if external is not None:
             fixed = config.inference.model_copy(update={"external": external.model_copy(update={"weights": "none"})})
-            pool.model_name, pool.dialect = external.model, dialect_of(fixed)
-        pool.set_servers([Server("served", 0, url)])
+            pool.dialect = dialect_of(fixed)
+            for url in urls if config.inference.engine != "openai" else ():
+                with closing(control_of(url, token, fixed, wait_s)) as control:
+                    control.check()
+        pool.set_servers([Server("served", number, url) for number, url in enumerate(urls)])
         yield RemoteContext(pool, Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs))
     finally:
         pool.close()
+
+
+def _model_of(url: str, models: Mapping[str, str], config: RunConfig) -> str:
+    """What a server is to be asked for, of the models that it has."""
+    external = config.inference.external
+    if external is not None and external.model not in models:
+        found = ", ".join(map(repr, models))
+        raise ConfigError(f"inference.external.model is {external.model!r}, and {url} has {found}: name one of them")
+    if external is not None:
+        return external.model
+    name, maker = next(iter(models.items()))
+    if maker != "penstock":
+        raise ConfigError(
+            f"inference.engine is builtin, and {url} is a server of another make (owned_by is {maker!r}): set "
+            "inference.engine to vllm, sglang or openai, and inference.external={weights: none}"
+        )
+    return name
 
 
 def _models_of(url: str, token: str | None, authority: str | None) -> dict[str, str]:
     """Who made a server's models, by their names; one at least."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
-        with httpx.Client(verify=trusting(authority), timeout=_ASK_S, headers=headers) as client:
+        with httpx.Client(verify=trusting(authority), timeout=_ASK_S, headers=headers, trust_env=False) as client:
             answer = client.get(f"{url}/v1/models")
             answer.raise_for_status()
             makers = {str(card["id"]): str(card.get("owned_by")) for card in answer.json()["data"]}
@@ -221,7 +254,7 @@ def _models_of(url: str, token: str | None, authority: str | None) -> dict[str, 
     except httpx.HTTPStatusError as error:
         raise ConfigError(
             f"{url} answered {error.response.status_code} to /v1/models: give the URL of a server as "
-            "http://HOST:PORT, and its token in PENSTOCK_TOKEN"
+            "http://HOST:PORT, and its token in PENSTOCK_TOKEN or inference.external.api_key_file"
         ) from error
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise ConfigError(f"{url} cannot be asked ({error}): give the URL of a server as http://HOST:PORT") from error

@@ -3,6 +3,8 @@
 load → parity probe → evaluate untrained → warm start, probed again → evaluate before → train → evaluate after.
 """
 
+import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any, Self, final
 
 from penstock.environments import Environment, load_environment
 from penstock.inference import InferenceEngine
+from penstock.inference.external import key_of
+from penstock.inference.server_pool import trusting
 from penstock.learner import Learner, load_checkpoint
 from penstock.learner.checkpoints import read_state
 from penstock.learner.losses import check_own_loss
@@ -233,6 +237,28 @@ def _check_best(config: RunConfig, environments: Mapping[str, Environment]) -> N
         )
 
 
+def _check_servers(config: RunConfig) -> None:
+    """Whether servers can be started, asked and given weights, as far as files, a folder and a program tell.
+
+    Raises:
+        ConfigError: they are not, or cannot be read or written.
+    """
+    inference, external = config.inference, config.inference.external
+    key_of(external, "")
+    if inference.tls_ca is not None:
+        trusting(inference.tls_ca)
+    if external is None or config.runtime != "local":  # other machines have folders and programs of their own
+        return
+    if external.launch and shutil.which(external.launch[0]) is None:
+        raise ConfigError(f"inference.external.launch cannot be started: there is no program {external.launch[0]!r}")
+    folder = external.weights_dir
+    there = next((each for each in (folder, *folder.parents) if os.path.exists(each)), None) if folder else None
+    if there is not None and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise ConfigError(
+            f"inference.external.weights_dir is {folder}, and {there} is no folder that can be written: give another"
+        )
+
+
 ACCELERATED = ("learner", "inference")
 
 
@@ -264,7 +290,8 @@ class LanguageKind:
 
         Raises:
             ConfigError: one cannot be made, or has no problems; nor can a batch maker or a loss of one's own be;
-                nothing can be trained of what the servers give; or no evaluation would say which checkpoint is best.
+                nothing can be trained of what the servers give, or they cannot be started or asked; or no evaluation
+                would say which checkpoint is best.
         """
         config.check_trains()
         known = {} if given is None else given.environments
@@ -273,6 +300,7 @@ class LanguageKind:
         problem_rules(config, made)  # a mistake here or below is found before anything is written
         make_batch_makers(config, {environment.name for environment in made.values()})
         check_own_loss(config.learner)
+        _check_servers(config)
         _check_agents(config, made)
         _check_best(config, made)
         return cls(made, factories, objects=() if given is None else given.words)

@@ -7,6 +7,7 @@ must do, and a process counts as gone when nobody has its number any more.
 
 import ctypes
 import os
+import re
 import select
 import shutil
 import signal
@@ -111,6 +112,10 @@ os._exit(status if status >= 0 else 1)
 too, when the process that holds the other end dies."""
 
 LAST_LINES = 5
+LAST_ERRORS = 3
+LONGEST_LINE = 400
+_ERROR = re.compile(r"(?:.*\] )?([A-Za-z_][\w.]*(?:Error|Exception): .*)")
+"""A line that says what was raised, whatever a logger wrote before it."""
 
 
 class GuardedProcess:
@@ -132,6 +137,7 @@ class GuardedProcess:
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as said:
+            self._begins = said.tell()  # behind what others said before
             self._child = subprocess.Popen(
                 [sys.executable, "-c", _GUARD, *words],
                 stdin=subprocess.PIPE,
@@ -147,12 +153,17 @@ class GuardedProcess:
         return self._child.poll() is None
 
     def last_words(self) -> str:
-        """The last lines that it printed, in one."""
+        """What it raised last, in one line, or else the last lines that it printed.
+
+        A server of several processes ends with an error that says no more than that another has failed before.
+        """
         try:
-            lines = self._log.read_text(errors="replace").splitlines()
+            lines = self._log.read_bytes()[self._begins :].decode(errors="replace").splitlines()
         except OSError:
             lines = []
-        said = " | ".join(line.strip() for line in lines[-LAST_LINES:])
+        raised = [match[1] for match in map(_ERROR.fullmatch, lines) if match is not None]
+        told = [*dict.fromkeys(raised)][-LAST_ERRORS:] or [line.strip() for line in lines[-LAST_LINES:]]
+        said = " | ".join(line[:LONGEST_LINE] for line in told)
         return said or f"nothing (its exit status is {self._child.poll()})"
 
     def end(self, timeout_s: float) -> bool:
