@@ -195,16 +195,17 @@ class StoredRun:
         Raises:
             ConfigError: a change is of no key that an update depends on, or is not valid.
         """
+        example = f"for example --set {'learner.loss.preset=grpo' if self.is_language else 'learner.clip=0.1'}"
         for word in changes:
             if not word.startswith(CHANGEABLE):
                 raise ConfigError(
                     f"--set {word}: only keys under {CHANGEABLE} act on an update that is made again: its data stay as "
-                    "they are; for example --set learner.loss.preset=grpo"
+                    f"they are; {example}"
                 )
             if _NOT_OF_UPDATES.match(word):
                 raise ConfigError(
                     f"--set {word}: {word.partition('=')[0]} acts on a run, and would change nothing of an update that "
-                    "is made again; for example --set learner.loss.preset=grpo"
+                    f"is made again; {example}"
                 )
         words = self._taken_back(update.time_s)
         config = self._config(words)
