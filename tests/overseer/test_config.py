@@ -151,6 +151,7 @@ def test_filters_of_dapo_that_its_other_keys_forbid_are_named_with_what_to_set()
         ("cats", "learner.micro_batch_rows", 65536),
         ("cats", "model.init.hidden_size", 2**20),
         ("cats", "model.init.vocab_size", 2**24),
+        ("cats", "overseer.keep_checkpoints", 1_000_000),
         ("cartpole", "fleet.workers", 65536),
         ("cartpole", "fleet.envs_per_worker", 65536),
         ("cartpole", "fleet.fragment_length", 65536),

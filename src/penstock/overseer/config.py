@@ -61,7 +61,7 @@ class OverseerConfig(BaseModel):
     no_progress_s: float = Field(default=300.0, gt=0)
     status_s: float = Field(default=2.0, gt=0)
     checkpoint_every: int = Field(default=50, ge=1)
-    keep_checkpoints: int = Field(default=2, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1, le=1_000_000)
     keep_every: int | None = Field(default=None, ge=1)
     keep_best: str | None = None
     stop_timeout_s: float = Field(default=60.0, gt=0)
