@@ -12,6 +12,7 @@ from penstock.overseer import RunConfig
 from penstock.overseer.kind import check_kept
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.progress import Progress
+from penstock.overseer.rerun.stored_run import StoredRun
 from penstock.overseer.training import create_run, open_log
 from penstock.types import CheckpointError, ConfigError
 
@@ -173,6 +174,7 @@ def test_an_adapter_s_run_goes_on_where_its_base_has_moved(trained: Path, tmp_pa
     assert summary.step == 2
     saved = json.loads((run_dir / "checkpoints" / "step-2" / "model" / "adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == str(tmp_path / "moved")
+    assert StoredRun(run_dir).start(checkpoint).checkpoint.step == 1  # which a replay of update 2 begins with
 
 
 @pytest.mark.parametrize(

@@ -352,7 +352,7 @@ class StoredRun:
             CheckpointError: it is damaged.
         """
         if isinstance(self.config, RunConfig):
-            loaded = load_checkpoint(checkpoint)
+            loaded = load_checkpoint(checkpoint, self.config.going_on(checkpoint).model.base)
             return RunStart(loaded.decoder, None, loaded)
         loaded = load_checkpoint(checkpoint, module=self.config.model.module, kwargs=self.config.model.kwargs)
         return RunStart(loaded.policy, None, loaded)
