@@ -87,6 +87,7 @@ def test_recipes_lists_each_with_its_first_comment(penstock):
             "penstock: not enough memory: 10.9 TiB: lower what takes it, such as inference.max_",
         ),
         (MemoryError(), 1, "penstock: not enough memory: nothing more could be allocated: lower what takes it"),
+        (ValueError("array is too big; `arr.size"), 1, "penstock: not enough memory: array is too big; `arr.size"),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), 1, "penstock: not enough memory: RESOURCE_EXHAUSTED: Out"),
         (PermissionError(13, "Permission denied", "a/b"), 1, "penstock: a/b: Permission denied (PENSTOCK_TRACEBACK=1"),
         (Stopped("the engine"), 130, "penstock: stopped: the engine"),

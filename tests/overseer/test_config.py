@@ -1,6 +1,7 @@
 import pytest
 
 from penstock.overseer import RunConfig
+from penstock.overseer.config_loading import load_config
 from penstock.replay import ReplayBufferConfig
 from penstock.types import ConfigError
 from tests.overseer.conftest import tiny
@@ -132,3 +133,33 @@ def test_what_a_run_recorded_before_there_were_filters_stays_without():
 def test_filters_of_dapo_that_its_other_keys_forbid_are_named_with_what_to_set():
     with pytest.raises(ConfigError, match=r"filter_zero_variance is true.*set it to false"):
         tiny({"learner": {"loss": {"preset": "dapo", "advantage": "turn"}}})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "most"),
+    [
+        ("cats", "inference.max_slots", 65536),
+        ("cats", "inference.max_seq_len", 2**24),
+        ("cats", "inference.steps_per_dispatch", 65536),
+        ("cats", "inference.max_stop_token_ids", 65536),
+        ("cats", "curriculum.eval_n_examples", 1_000_000),
+        ("cats", "curriculum.micro_eval_n_examples", 1_000_000),
+        ("cats", "curriculum.lessons.cats.sampling_params.n_prompts", 1_000_000),
+        ("cats", "curriculum.lessons.cats.sampling_params.n_generations_per_prompt", 65536),
+        ("cats", "learner.epochs", 1000),
+        ("cats", "learner.row_length", 2**24),
+        ("cats", "learner.micro_batch_rows", 65536),
+        ("cats", "model.init.hidden_size", 2**20),
+        ("cats", "model.init.vocab_size", 2**24),
+        ("cats", "overseer.keep_checkpoints", 1_000_000),
+        ("cartpole", "fleet.workers", 65536),
+        ("cartpole", "fleet.envs_per_worker", 65536),
+        ("cartpole", "fleet.fragment_length", 65536),
+        ("cartpole", "model.memory_size", 65536),
+        ("cartpole", "evaluation.episodes", 1_000_000),
+        ("cartpole", "evaluation.simulators", 65536),
+    ],
+)
+def test_what_no_machine_could_hold_or_finish_is_refused_by_its_key(recipe: str, key: str, most: int):
+    with pytest.raises(ConfigError, match=rf"^{recipe}: {key} is {most + 1}: it must be at most {most}\b"):
+        load_config(recipe, f"{key}={most + 1}")

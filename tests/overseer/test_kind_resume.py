@@ -12,6 +12,7 @@ from penstock.overseer import RunConfig
 from penstock.overseer.kind import check_kept
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.progress import Progress
+from penstock.overseer.rerun.stored_run import StoredRun
 from penstock.overseer.training import create_run, open_log
 from penstock.types import CheckpointError, ConfigError
 
@@ -173,6 +174,7 @@ def test_an_adapter_s_run_goes_on_where_its_base_has_moved(trained: Path, tmp_pa
     assert summary.step == 2
     saved = json.loads((run_dir / "checkpoints" / "step-2" / "model" / "adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == str(tmp_path / "moved")
+    assert StoredRun(run_dir).start(checkpoint).checkpoint.step == 1  # which a replay of update 2 begins with
 
 
 @pytest.mark.parametrize(
@@ -192,3 +194,20 @@ def test_a_dry_run_of_a_resume_is_refused_as_the_resume_is(trained: Path, change
     assert main([*resume, "--quiet"]) == 2
     assert capsys.readouterr().err == told
     assert main(["train", "--resume", str(trained), "steps=9", "--dry-run"]) == 0
+
+
+def test_a_dry_run_of_a_resume_tells_of_the_checkpoint_where_what_the_run_began_with_is_gone(
+    checkpoint: Path, tmp_path: Path, capsys
+):
+    shutil.copytree(checkpoint / "model", tmp_path / "base")
+    run_dir = tmp_path / "run"
+    model = {"init": None, "path": str(tmp_path / "base")}
+    train(tiny({"steps": 1, "curriculum": {"eval_frequency": 1000}, "model": model}), run_dir, quiet=True)
+    resume = ["train", "--resume", str(run_dir), "steps=2"]
+    capsys.readouterr()
+    assert main([*resume, "--dry-run"]) == 0
+    there = capsys.readouterr().out
+    shutil.rmtree(tmp_path / "base")
+    assert main([*resume, "--dry-run"]) == 0
+    assert capsys.readouterr().out == there and f"path: {tmp_path / 'base'}" in there
+    assert main([*resume, "--quiet"]) == 0

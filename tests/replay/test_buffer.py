@@ -255,6 +255,41 @@ def test_what_the_batch_maker_refuses_is_invalid(sim, run):
     assert run.ledger.snapshot()["invalid"] == 1
 
 
+def test_groups_without_signal_end_the_run_only_where_one_batch_waited_for_all_of_them(sim, run):
+    filtering = BatchMakerConfig(filter_zero_variance=True)
+    run = run(groups_per_batch=1, max_filtered_groups_per_batch=3, batch_maker=filtering)
+
+    def give_flat(count):
+        for ticket in [run.issuer.acquire(1, 0)[0] for _ in range(count)]:
+            group = sim.make_group(ticket, [0.5] * sim.GROUP_SIZES[ticket.lesson_id], timestamp=run.now)
+            sim.deliver(run.buffer, group)
+
+    give_flat(2)
+    give(sim, run, run.issuer.acquire(1, 0))
+    assert run.buffer.try_next_batch(0) is not None
+    advance(run, 0)
+    give_flat(2)
+    assert run.buffer.try_next_batch(1) is None
+    give_flat(1)
+    with pytest.raises(RunFailed, match="^3 groups were filtered while one batch waited "):
+        run.buffer.try_next_batch(1)
+
+
+def test_what_an_earlier_batch_waited_does_not_count_against_stragglers_of_the_next(sim, run):
+    run = run(straggler_timeout_s=10.0)
+    tickets = run.issuer.acquire(4, 0)
+    assert run.buffer.try_next_batch(0) is None  # which waits from now on
+    give(sim, run, tickets[:2])
+    assert run.buffer.try_next_batch(0) is not None
+    advance(run, 0)
+    run.now += 20
+    assert run.buffer.try_next_batch(1) is None
+    assert run.ledger.snapshot()["aborted"] == 0
+    run.now += 10
+    assert run.buffer.try_next_batch(1) is None
+    assert run.ledger.snapshot()["aborted"] == sum(sim.GROUP_SIZES[ticket.lesson_id] for ticket in tickets[2:])
+
+
 def test_a_wait_ends_in_time_and_says_what_for(sim, run):
     run = run()
     tickets = run.issuer.acquire(3, 0)

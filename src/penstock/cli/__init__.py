@@ -24,6 +24,8 @@ __all__ = ["main"]
 
 _LONGEST_MESSAGE = 600
 _LONGEST_END_S = 20.0
+_TOO_LARGE = ("RESOURCE_EXHAUSTED", "array is too big", "Maximum allowed dimension exceeded")
+"""How messages of XLA and NumPy begin about what cannot be allocated, or on no machine."""
 
 _app = typer.Typer(
     name="penstock",
@@ -133,7 +135,7 @@ def _explained(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         what = f"{error.filename}: {error.strerror}"
         return f"{_one_line(what)} (PENSTOCK_TRACEBACK=1 shows where)", 1
-    if isinstance(error, MemoryError) or message.startswith("RESOURCE_EXHAUSTED"):  # NumPy's and XLA's words
+    if isinstance(error, MemoryError) or message.startswith(_TOO_LARGE):
         return (
             f"not enough memory: {message or 'nothing more could be allocated'}: lower what takes it, such as "
             "inference.max_slots, inference.max_seq_len, learner.row_length or learner.micro_batch_rows; penstock "

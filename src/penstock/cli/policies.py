@@ -91,12 +91,13 @@ def train(
     if dry_run:
         from penstock.overseer.plan import check_code, describe_plan
 
-        print(describe_plan(config), flush=True)
-        check_code(config)
+        checkpoint = None
         if resume:
             from penstock.overseer.training import check_resume
 
-            check_resume(config, directory)
+            checkpoint = check_resume(config, directory)
+        print(describe_plan(config, checkpoint), flush=True)
+        check_code(config, checkpoint)
         return 0
     from penstock.overseer import print_summary, train
 

@@ -73,8 +73,8 @@ class SamplingParams(_Frozen):
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
-    n_prompts: int = Field(default=8, ge=1)
-    n_generations_per_prompt: int = Field(default=4, ge=1)
+    n_prompts: int = Field(default=8, ge=1, le=1_000_000)
+    n_generations_per_prompt: int = Field(default=4, ge=1, le=65536)
     max_output_tokens: int = Field(default=512, ge=1)
     stop_tokens: tuple[int | str, ...] | None = None
 
@@ -187,10 +187,10 @@ class CurriculumConfig(_Frozen):
     rehearsal_probability: float = Field(default=0.02, ge=0, le=1)
     when_complete: Literal["stop", "continue"] = "continue"
     eval_frequency: int = Field(default=100, ge=0)
-    eval_n_examples: int = Field(default=64, ge=1)
+    eval_n_examples: int = Field(default=64, ge=1, le=1_000_000)
     eval_before: bool = True
     micro_eval_frequency: int = Field(default=10, ge=0)
-    micro_eval_n_examples: int = Field(default=4, ge=1)
+    micro_eval_n_examples: int = Field(default=4, ge=1, le=1_000_000)
     micro_eval_lessons: Literal["all", "sampled"] = "all"
     temperature: float = Field(default=1.0, ge=0)
 

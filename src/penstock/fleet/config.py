@@ -64,7 +64,7 @@ class VideoConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     every_episodes: int = Field(default=0, ge=0)
-    fps: int = Field(default=30, ge=1)
+    fps: int = Field(default=30, ge=1, le=1000)
     most_frames: int = Field(default=3000, ge=1)
 
 
@@ -101,18 +101,18 @@ class FleetConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     tasks: dict[str, SimulatorConfig] = Field(min_length=1)
-    workers: int = Field(default=1, ge=1)
-    envs_per_worker: int = Field(default=16, ge=1)
+    workers: int = Field(default=1, ge=1, le=65536)
+    envs_per_worker: int = Field(default=16, ge=1, le=65536)
     envs_per_process: int = Field(default=1, ge=1)
     parts_per_process: int = Field(default=1, ge=1, le=16)
     batch_size: int | None = Field(default=None, ge=1)
     max_wait_ms: float = Field(default=0.0, ge=0)
-    fragment_length: int = Field(default=64, ge=1)
+    fragment_length: int = Field(default=64, ge=1, le=65536)
     queue_fragments: int = Field(default=64, ge=1)
     full_queue: Literal["block", "drop_oldest"] = "block"
     send_timeout_s: float = Field(default=300.0, gt=0)
     max_staleness: int | None = Field(default=None, ge=0)
-    decorrelate_steps: int = Field(default=0, ge=0)
+    decorrelate_steps: int = Field(default=0, ge=0, le=1_000_000)
     limits: SimulatorLimits = SimulatorLimits()
     video: VideoConfig = VideoConfig()
     stats_window: int = Field(default=100, ge=1)

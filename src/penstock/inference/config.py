@@ -71,16 +71,16 @@ class EngineConfig(BaseModel):
     all_rows_at_first: ClassVar[bool] = False
     always_truncates: ClassVar[bool] = True
 
-    max_slots: int = Field(default=64, gt=0)
-    max_seq_len: int = Field(default=1024, gt=1)
-    steps_per_dispatch: int = Field(default=8, gt=0)
+    max_slots: int = Field(default=64, gt=0, le=65536)
+    max_seq_len: int = Field(default=1024, gt=1, le=2**24)
+    steps_per_dispatch: int = Field(default=8, gt=0, le=65536)
     prefill_rows: int = Field(default=8, gt=0)
     prefill_tokens: int = Field(default=1024, gt=0)
     prefill_chunk: int = Field(default=128, gt=0)
     prefill_lengths: tuple[int, ...] | None = None
     decode_rows: tuple[int, ...] | None = None
     windows: tuple[int, ...] | None = None
-    max_stop_token_ids: int = Field(default=8, gt=0)
+    max_stop_token_ids: int = Field(default=8, gt=0, le=65536)
     request_timeout_s: float = Field(default=600.0, gt=0)
     model_parallel: int | None = Field(default=1, ge=1)
     forgets: bool = False
@@ -251,7 +251,7 @@ class InferenceConfig(EngineConfig):
 
     engine: Literal["builtin", "vllm", "sglang", "openai"] = "builtin"
     external: ExternalConfig | None = None
-    servers: int = Field(default=1, ge=1)
+    servers: int = Field(default=1, ge=1, le=65536)
     host: str = "127.0.0.1"
     tls_cert: Path | None = None
     tls_key: Path | None = None

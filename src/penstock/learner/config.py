@@ -324,7 +324,7 @@ class WarmStartConfig(FrozenConfig, frozen=True):
     """
 
     steps: int = Field(gt=0)
-    batch_size: int = Field(default=64, gt=0)
+    batch_size: int = Field(default=64, gt=0, le=65536)
     learning_rate: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
     lessons: tuple[str, ...] = ()
 
@@ -422,12 +422,12 @@ class LearnerConfig(FrozenConfig, frozen=True):
     kl: KlConfig = KlConfig()
     critic: CriticConfig = CriticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    epochs: int = Field(default=1, ge=1)
+    epochs: int = Field(default=1, ge=1, le=1000)
     minibatches: int = Field(default=1, ge=1)
     proximal: Literal["auto", "recompute", "behaviour"] = "auto"
-    row_length: int = Field(default=1024, ge=2)
+    row_length: int = Field(default=1024, ge=2, le=2**24)
     row_lengths: tuple[Annotated[int, Field(ge=2)], ...] = Field(default=(), max_length=4)
-    micro_batch_rows: int = Field(default=8, ge=1)
+    micro_batch_rows: int = Field(default=8, ge=1, le=65536)
     remat: Remat = "layer"
     head_tile_tokens: int | None = Field(default=None, ge=1)
     attention: AttentionChoice = "auto"

@@ -12,6 +12,7 @@ from penstock.curriculum.config import CurriculumConfig, SamplingParams
 from penstock.inference.config import InferenceConfig
 from penstock.learner.config import PRESET_FILTERS, LearnerConfig
 from penstock.model.language.config import PolicyConfig
+from penstock.model.language.lora import is_adapter
 from penstock.replay.config import ReplayBufferConfig
 from penstock.rollout.config import RolloutConfig
 from penstock.tracking.config import TrackingConfig
@@ -60,7 +61,7 @@ class OverseerConfig(BaseModel):
     no_progress_s: float = Field(default=300.0, gt=0)
     status_s: float = Field(default=2.0, gt=0)
     checkpoint_every: int = Field(default=50, ge=1)
-    keep_checkpoints: int = Field(default=2, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1, le=1_000_000)
     keep_every: int | None = Field(default=None, ge=1)
     keep_best: str | None = None
     stop_timeout_s: float = Field(default=60.0, gt=0)
@@ -379,6 +380,18 @@ class RunConfig(BaseModel):
     def adapters_kept(self) -> int:
         """Versions that a server has beside one another: those that may be asked for, the next, and one to spare."""
         return self.replay.staleness_budget + 2
+
+    def going_on(self, checkpoint: Path | None) -> Self:
+        """The same with the policy that a checkpoint of the run holds; what the run began with may be gone.
+
+        Args:
+            checkpoint: ``checkpoints/step-<n>``; None: the run has none yet.
+        """
+        if checkpoint is None:
+            return self
+        model = self.model.policy(checkpoint / "model")
+        base = self.model.base_now if is_adapter(checkpoint / "model") else None
+        return self.model_copy(update={"model": model.model_copy(update={"base": base})})
 
     def check_trains(self) -> None:
         """Refuses servers of which nothing can be trained.

@@ -36,8 +36,8 @@ class FleetEvaluationConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     every: int = Field(default=0, ge=0)
-    episodes: int = Field(default=32, ge=1)
-    simulators: int = Field(default=8, ge=1)
+    episodes: int = Field(default=32, ge=1, le=1_000_000)
+    simulators: int = Field(default=8, ge=1, le=65536)
     deterministic: bool = True
     before: bool = True
 

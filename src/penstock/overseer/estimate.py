@@ -18,8 +18,8 @@ bfloat16 in float32):
   more for the float32 master of a bfloat16 model. Of an adapter A for P, and its own dtype, as of its gradients;
 - *KV cache* 2 · 2 L s S v b: the cache, and its copy while it grows or a prompt's samples fork from it;
 - *attention*, dense, R H T² (8 + c): scores and their gradient in float32, weights in the dtype of the products; by any
-  other kernel 8 N (q + v) c, half as much again where products are kept; dense 4 R H T² more in every layer where all is;
-  and of the largest prefill, r prompts of length t, 8 r t i and dense H r t² (4 + c), else 6 r t (q + v) b; of a long
+  other kernel 8 N (q + v) c, half as much again where products are kept; dense 4 R H T² more in every layer where all
+  is; and of the largest prefill, r prompts of length t, 8 r t i and dense H r t² (4 + c), else 6 r t (q + v) b; of a long
   one, on one CPU, those of a chunk of t tokens, 8 t i + H t S (4 + c) + 2 S v c;
 - *adapter's products*, of outputs w in all: 8 N w, 6 N w where bfloat16 is computed in float32; or attention, where it
   takes more and is not dense;

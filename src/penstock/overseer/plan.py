@@ -4,6 +4,7 @@ The text is itself a recipe: everything but the config is a comment.
 """
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.inference.sequence import check_length
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
     from penstock.overseer.control_config import FleetRunConfig
 
 
-def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
+def describe_plan(config: "RunConfig | FleetRunConfig", checkpoint: Path | None = None) -> str:
     """The config as YAML, followed by the memory estimate and the components as comments.
+
+    Args:
+        config: Of the run.
+        checkpoint: What a run would go on from: its policy, whatever has become of what the run began with.
 
     Raises:
         ConfigError: the model or tokenizer that the config names is not there, its engine's sequences may be longer
@@ -37,7 +42,7 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
             memory than there is, or arrays or tokens are named that the model does not have.
     """
     if isinstance(config, RunConfig):
-        comments = _language_lines(config)
+        comments = _language_lines(config.going_on(checkpoint))
     else:
         from penstock.overseer.control.plan import fleet_plan_lines
 
@@ -76,10 +81,14 @@ def _language_lines(config: RunConfig) -> list[str]:
     ]
 
 
-def check_code(config: "RunConfig | FleetRunConfig") -> None:
+def check_code(config: "RunConfig | FleetRunConfig", checkpoint: Path | None = None) -> None:
     """Makes what a run of a language policy imports, environments, batch makers and loss, and lets go of it.
 
     Simulators and networks of a control policy are made by `describe_plan`, which asks them what they show.
+
+    Args:
+        config: Of the run.
+        checkpoint: As of `describe_plan`.
 
     Raises:
         ConfigError: as where the run would begin.
@@ -90,7 +99,7 @@ def check_code(config: "RunConfig | FleetRunConfig") -> None:
     from penstock.overseer.language.kind import LanguageKind
 
     if config.replay.from_rollouts is None:
-        LanguageKind.of(config).check(config)
+        LanguageKind.of(config).check(config.going_on(checkpoint))
     else:
         check_own_loss(config.learner)
 

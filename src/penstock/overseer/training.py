@@ -429,8 +429,11 @@ def _unused(path: Path, private: bool) -> Path:
         free = path.with_name(f"{path.name}-{number}")
 
 
-def check_resume(config: "RunConfig | FleetRunConfig", run_dir: Path | str | None) -> None:
+def check_resume(config: "RunConfig | FleetRunConfig", run_dir: Path | str | None) -> Path | None:
     """Refuses what going on with a run would refuse of its configuration, and leaves the run as it is.
+
+    Returns:
+        The checkpoint that it would go on from; None where it has none yet.
 
     Raises:
         ConfigError: as where the run would go on.
@@ -446,6 +449,7 @@ def check_resume(config: "RunConfig | FleetRunConfig", run_dir: Path | str | Non
         )
         asked.kind.check_resume(config, checkpoint)
     _changes(directory, config)
+    return checkpoint
 
 
 def _changes(directory: RunDirectory, config: "RunConfig | FleetRunConfig") -> dict[str, Any]:

@@ -31,8 +31,8 @@ def test_every_key_stands_on_the_page_once_per_kind_or_is_referred_to():
     assert len(rows) >= len(language) > 150
     assert "| `learning_rate` | number ≥ 0 | `1e-05` | Peak; 0 trains nothing (a control). |" in rows
     assert "| `steps` | whole number ≥ 0 | *required* | Number of updates. |" in rows
-    assert "| `max_slots` | whole number > 0 | `16` | Responses that are generated at the same time. |" in rows
-    assert "| `max_slots` | whole number > 0 | `64` | Responses that are generated at the same time. |" in rows
+    assert "| `max_slots` | whole number > 0, ≤ 65536 | `16` | Responses that are generated at the same time. |" in rows
+    assert "| `max_slots` | whole number > 0, ≤ 65536 | `64` | Responses that are generated at the same time. |" in rows
     assert "As in [language runs](#overseer)." in page()
 
 

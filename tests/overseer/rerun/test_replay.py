@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -229,7 +230,7 @@ def test_a_batch_that_is_not_what_was_trained_is_found_out(runs: Path, tmp_path:
         (["--step", "3", "--set", "steps=4"], "--set steps=4: only keys under learner. act on an update that is made"),
         (["--step", "3", "--set", "learner.parity.every=2"], "--set learner.parity.every=2: learner.parity.every acts"),
         (["--step", "3", "--set", "learner.warm_start=null"], "--set learner.warm_start=null: learner.warm_start acts"),
-        (["--step", "3", "--set", "learner.loss.preset=x"], "{run}/config.yaml: learner.loss.preset is 'x': "),
+        (["--step", "3", "--set", "learner.loss.preset=x"], "learner.loss.preset is 'x': it must be one of"),
         (["--step", "3", "--drop", "cats-0-99/0"], "--drop cats-0-99/0: update 3 trained on no such rollout: "),
     ],
 )
@@ -237,6 +238,20 @@ def test_bad_input_is_one_line_and_exit_code_2(runs: Path, capsys, arguments: li
     run_dir = runs / "sync"
     assert cli.main(["replay", str(run_dir), *arguments]) == 2
     assert capsys.readouterr().err.startswith("penstock: " + message.format(run=run_dir))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("some.key=1", "--set some.key=1: only keys under learner. act on .* for example --set learner.clip=0.1"),
+        ("learner.cliip=0.1", "unknown key learner.cliip: did you mean learner.clip?"),
+        ("learner.loss.preset=grpo", "unknown key learner.loss: remove it; the keys known here are burn_in, clip, "),
+        ("learner.clip=2", "learner.clip is 2: it must be less than 1"),
+    ],
+)
+def test_a_key_of_set_is_at_fault_itself_not_the_config_of_the_run(runs: Path, capsys, change: str, message: str):
+    assert cli.main(["replay", str(runs / "control"), "--step", "3", "--set", change]) == 2
+    assert re.match("penstock: " + message.replace("?", "[?]"), capsys.readouterr().err)
 
 
 def test_a_change_without_its_option_is_told_the_option(capsys):

@@ -5,9 +5,9 @@ action masks, mixed precision.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.types.idle_keys import refuse_idle
 
@@ -15,6 +15,7 @@ NetworkKind = Literal["mlp", "nature_cnn", "impala_cnn"]
 MemoryKind = Literal["none", "gru", "lstm", "transformer"]
 Activation = Literal["tanh", "relu", "silu"]
 ImageLayout = Literal["auto", "channels_last", "channels_first"]
+Width = Annotated[int, Field(gt=0, le=65536)]
 
 
 class ControlModelConfig(BaseModel):
@@ -62,22 +63,22 @@ class ControlModelConfig(BaseModel):
     module: str | None = None
     kwargs: dict[str, Any] = {}
     network: NetworkKind = "mlp"
-    hidden_sizes: tuple[PositiveInt, ...] = Field(default=(64, 64), min_length=1)
+    hidden_sizes: tuple[Width, ...] = Field(default=(64, 64), min_length=1)
     activation: Activation = "tanh"
-    pooled_size: int = Field(default=16, ge=1)
-    image_features: int = Field(default=512, ge=1)
-    impala_channels: tuple[PositiveInt, ...] = Field(default=(16, 32, 32), min_length=1)
+    pooled_size: int = Field(default=16, ge=1, le=1024)
+    image_features: int = Field(default=512, ge=1, le=65536)
+    impala_channels: tuple[Width, ...] = Field(default=(16, 32, 32), min_length=1)
     image_layout: ImageLayout = "auto"
-    grid_values: int | None = Field(default=None, ge=2)
+    grid_values: int | None = Field(default=None, ge=2, le=65536)
     normalize_observations: bool = False
     one_hot_limit: int = Field(default=64, ge=0)
-    embedding_size: int = Field(default=32, ge=1)
-    text_vocabulary: int = Field(default=256, ge=2)
+    embedding_size: int = Field(default=32, ge=1, le=65536)
+    text_vocabulary: int = Field(default=256, ge=2, le=1_114_112)
     memory: MemoryKind = "none"
-    memory_size: int = Field(default=128, ge=1)
-    memory_layers: int = Field(default=1, ge=1)
-    memory_heads: int = Field(default=4, ge=1)
-    memory_window: int = Field(default=32, ge=1)
+    memory_size: int = Field(default=128, ge=1, le=65536)
+    memory_layers: int = Field(default=1, ge=1, le=1000)
+    memory_heads: int = Field(default=4, ge=1, le=65536)
+    memory_window: int = Field(default=32, ge=1, le=65536)
     value_network: Literal["shared", "separate"] = "shared"
     policy_gain: float = Field(default=0.01, ge=0)
     value_gain: float = Field(default=1.0, ge=0)

@@ -344,17 +344,17 @@ class InitConfig(_Frozen):
     """
 
     model_type: ModelType = "llama"
-    vocab_size: int | None = Field(default=None, gt=0)
-    hidden_size: int = Field(default=128, gt=0)
-    intermediate_size: int | None = Field(default=None, gt=0)
+    vocab_size: int | None = Field(default=None, gt=0, le=2**24)
+    hidden_size: int = Field(default=128, gt=0, le=2**20)
+    intermediate_size: int | None = Field(default=None, gt=0, le=2**22)
     num_hidden_layers: int = Field(default=2, gt=0, le=MOST_LAYERS)
-    num_attention_heads: int = Field(default=4, gt=0)
-    num_key_value_heads: int | None = Field(default=None, gt=0)
-    head_dim: int | None = Field(default=None, gt=0)
+    num_attention_heads: int = Field(default=4, gt=0, le=65536)
+    num_key_value_heads: int | None = Field(default=None, gt=0, le=65536)
+    head_dim: int | None = Field(default=None, gt=0, le=65536)
     rope_theta: float = Field(default=10000.0, gt=0)
     rms_norm_eps: float = Field(default=1e-6, gt=0)
     tie_word_embeddings: bool = True
-    max_position_embeddings: int = Field(default=2048, gt=0)
+    max_position_embeddings: int = Field(default=2048, gt=0, le=2**30)
 
     @model_validator(mode="after")
     def _complete(self) -> "InitConfig":

@@ -214,7 +214,8 @@ def load_config(
     else:
         from penstock.overseer.config import RunConfig as model
     may_leave_out = recorded or (asked and _idle_key(model, anchored) is None)
-    return build_config(model, _without_idle_keys(model, values, asked) if may_leave_out else values, source)
+    values = _without_idle_keys(model, values, asked) if may_leave_out else values
+    return build_config(model, values, source, asked if recorded else ())
 
 
 def recipe_summaries() -> dict[str, str]:
@@ -321,13 +322,16 @@ def _written(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value  # numbers and arrays of NumPy and JAX
 
 
-def build_config(model: type[Config], values: Mapping[str, Any], source: str = "") -> Config:
+def build_config(
+    model: type[Config], values: Mapping[str, Any], source: str = "", asked: Collection[str] = ()
+) -> Config:
     """Validates plain data against a config model.
 
     Args:
         model: Any pydantic model.
         values: The data.
         source: Where the data came from; put before the message where given.
+        asked: Dotted keys that did not: `source` is not named where one of them is at fault.
 
     Raises:
         ConfigError: one line with the key's dotted path, its value, what is expected, and the nearest spelling of
@@ -345,6 +349,7 @@ def build_config(model: type[Config], values: Mapping[str, Any], source: str = "
         first, *others = describe_validation_error(model, values, error)
         where = [key for key, _ in others if f"did you mean {key}?" not in first[1]]  # missing, for it is misspelt
         more = f" (and {len(where)} more: {', '.join(where)})" if where else ""
+        prefix = "" if _is_of(first[0], asked) else prefix
         raise ConfigError(f"{prefix}{first[1]}{more}") from error
     for path, value in _booleans_for_numbers(made, values):
         raise ConfigError(f"{prefix}{'.'.join(path)} is {str(value).lower()}: it must be a number")
@@ -379,11 +384,15 @@ def _without_idle_keys(model: type[BaseModel], values: dict[str, Any], keep: Col
         for key in section:
             node = node[key]
         path = dotted([*section, name])
-        asked = any(f"{path}.".startswith(f"{key}.") or key.startswith(f"{path}.") for key in keep)
-        if asked or name not in node:  # or filled in by what was
+        if _is_of(path, keep) or name not in node:  # or filled in by what was
             break
         logging.getLogger(__name__).warning("%s (%r) is left out: %s", path, node.pop(name), why)
     return values
+
+
+def _is_of(path: str, keys: Collection[str]) -> bool:
+    """Whether a key is one of several, in a section that is, or a section with one of them."""
+    return any(f"{path}.".startswith(f"{key}.") or key.startswith(f"{path}.") for key in keys)
 
 
 def _idle_key(model: type[BaseModel], values: Mapping[str, Any]) -> tuple[tuple[str | int, ...], str] | None:

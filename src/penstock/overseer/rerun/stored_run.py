@@ -195,16 +195,17 @@ class StoredRun:
         Raises:
             ConfigError: a change is of no key that an update depends on, or is not valid.
         """
+        example = f"for example --set {'learner.loss.preset=grpo' if self.is_language else 'learner.clip=0.1'}"
         for word in changes:
             if not word.startswith(CHANGEABLE):
                 raise ConfigError(
                     f"--set {word}: only keys under {CHANGEABLE} act on an update that is made again: its data stay as "
-                    "they are; for example --set learner.loss.preset=grpo"
+                    f"they are; {example}"
                 )
             if _NOT_OF_UPDATES.match(word):
                 raise ConfigError(
                     f"--set {word}: {word.partition('=')[0]} acts on a run, and would change nothing of an update that "
-                    "is made again; for example --set learner.loss.preset=grpo"
+                    f"is made again; {example}"
                 )
         words = self._taken_back(update.time_s)
         config = self._config(words)
@@ -351,7 +352,7 @@ class StoredRun:
             CheckpointError: it is damaged.
         """
         if isinstance(self.config, RunConfig):
-            loaded = load_checkpoint(checkpoint)
+            loaded = load_checkpoint(checkpoint, self.config.going_on(checkpoint).model.base)
             return RunStart(loaded.decoder, None, loaded)
         loaded = load_checkpoint(checkpoint, module=self.config.model.module, kwargs=self.config.model.kwargs)
         return RunStart(loaded.policy, None, loaded)
