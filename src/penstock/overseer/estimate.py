@@ -19,8 +19,8 @@ bfloat16 in float32):
 - *KV cache* 2 · 2 L s S v b: the cache, and its copy while it grows or a prompt's samples fork from it;
 - *attention*, dense, R H T² (8 + c): scores and their gradient in float32, weights in the dtype of the products; by any
   other kernel 8 N (q + v) c, half as much again where products are kept; dense 4 R H T² more in every layer where all
-  is; and of the largest prefill, r prompts of length t, 8 r t i and dense H r t² (4 + c), else 6 r t (q + v) b; of a long
-  one, on one CPU, those of a chunk of t tokens, 8 t i + H t S (4 + c) + 2 S v c;
+  is; and of the largest prefill, r prompts of length t, 8 r t i and dense H r t² (4 + c), else 6 r t (q + v) b; of a
+  long one, on one CPU, those of a chunk of t tokens, 8 t i + H t S (4 + c) + 2 S v c;
 - *adapter's products*, of outputs w in all: 8 N w, 6 N w where bfloat16 is computed in float32; or attention, where it
   takes more and is not dense;
 - *activations* of one micro-batch: L N h b between layers (none, offloaded), with q beside h where what attention gave
