@@ -63,7 +63,7 @@ def test_attention_of_other_kernels_is_linear_in_the_row_length_by_hand():
     rows = RowShape(10, 2)
     assert attention_bytes(MODEL, rows, "blocks") == 20 * (16 + 8) * 8 * 4
     assert attention_bytes(MODEL, rows, "blocks", remat="products") == 20 * (16 + 8) * 12 * 4
-    every_layer = 3 * 2 * 4 * 100 * 8
+    every_layer = 3 * 2 * 4 * 100 * 4
     assert attention_bytes(MODEL, rows, remat="none") == attention_bytes(MODEL, rows) + every_layer
     assert attention_bytes(HALF, rows, "triton", on_cpu=False) == 20 * (16 + 8) * 8 * 2
     assert attention_bytes(MODEL, RowShape(20, 2), "blocks") == 2 * attention_bytes(MODEL, rows, "blocks")
