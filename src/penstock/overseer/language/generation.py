@@ -161,14 +161,14 @@ def manager_of(
         ConfigError: the server is of another make, has no such model, or lacks what is needed.
         UnreachableError: nothing answers at the URL.
     """
-    with ExitStack() as closing:
+    with ExitStack() as held:
         if urls := _urls_of(source, config):
-            context = closing.enter_context(_served(urls, config, token))
+            context = held.enter_context(_served(urls, config, token))
             agents, curriculum = AgentEndpoint.of(config.inference, context.tokenizer), Curriculum(config.curriculum)
             manager = RolloutManager(curriculum, context, config.seed, environments=environments, agents=agents)
         else:
             manager = _with_engine(source, config, environments or {})
-        closing.callback(manager.shutdown, close_environments=environments is None)
+        held.callback(manager.shutdown, close_environments=environments is None)
         yield manager
 
 
