@@ -77,8 +77,8 @@ def _shifted_mask(query: Any, key: Any, value: Any, mask: Any) -> Any:
     return _ORIGINAL["grouped_attention"](query, key, value, jnp.pad(mask[..., 1:], ((0, 0), (0, 0), (0, 1))))
 
 
-def _shifted_pages(query: Any, keys: Any, values: Any, slots: Any, positions: Any, *rest: Any) -> Any:
-    return _ORIGINAL["paged_attention"](query, keys, values, slots, positions - 1, *rest)
+def _shifted_rows(query: Any, keys: Any, values: Any, slots: Any, seen: Any, *rest: Any) -> Any:
+    return _ORIGINAL["ragged_attention"](query, keys, values, slots, seen - 1, *rest)
 
 
 def _coarse_head(weights: Any, *rest: Any) -> Any:
@@ -90,13 +90,13 @@ def _coarse_head(weights: Any, *rest: Any) -> Any:
 
 _ORIGINAL = {
     name: getattr(decoding, name)
-    for name in ("sample", "rotary_tables", "grouped_attention", "paged_attention", "decode_step")
+    for name in ("sample", "rotary_tables", "grouped_attention", "ragged_attention", "decode_step")
 }
 PROGRAMS: dict[str, dict[str, Callable[..., Any]]] = {
     "temperature 5% off": {"sample": _hotter},
     "wrong RoPE base": {"rotary_tables": _other_base},
     "head at lower precision": {"decode_step": _coarse_head},
-    "mask off by one": {"grouped_attention": _shifted_mask, "paged_attention": _shifted_pages},
+    "mask off by one": {"grouped_attention": _shifted_mask, "ragged_attention": _shifted_rows},
 }
 """What stands for which function of `penstock.inference.decoding` while prefill and decoding are traced."""
 

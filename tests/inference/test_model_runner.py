@@ -92,7 +92,7 @@ def test_an_engine_that_serves_at_once_compiles_what_is_asked_for_and_tells_each
     early = {next(told).name for _ in range(8)}
     assert early == {
         "decode, window 16", "prefill, 2 × 9 prompt tokens", "insert, 2 × 9 prompt tokens, window 16",
-        "decode, 1 rows by pages, window 16", "resize, window 16 to 63", "decode, window 63",
+        "decode, 1 ragged rows, window 16", "resize, window 16 to 63", "decode, window 63",
         "digests, embedding and norm", "digests, one layer",
     }  # fmt: skip
     assert len(counter.names) == len(early) - 2  # each once, and nothing that is not told
@@ -168,28 +168,15 @@ def rows_of(lengths, slots=6, budget=9):
 def test_the_program_of_a_dispatch_is_chosen_by_what_is_live_alone(decoder, config):
     shapes = config.model_copy(update={"max_slots": 6, "max_seq_len": 300, "decode_rows": (1, 2), "windows": (128,)})
     runner = ModelRunner(decoder, shapes)
-    few = {"1": {5: 100}, "2": {0: 3, 4: 100}}
-    for count, lengths in few.items():
-        assert runner._decode_shape(rows_of(lengths)) == (
-            f"decode, {count} rows by pages, window 128",
-            int(count),
-            "pages",
-        )
+    for count, lengths in {1: {5: 100}, 2: {0: 3, 4: 100}}.items():
+        assert runner._decode_shape(rows_of(lengths)) == (f"decode, {count} ragged rows, window 128", count, "ragged")
     assert runner._decode_shape(rows_of(dict.fromkeys(range(3), 9))) == ("decode, window 128", 6, "dense")
-    runner.resize(300)  # pages of 64: 30 in all
-    ragged = {0: 290, **dict.fromkeys(range(1, 6), 9)}
-    assert runner._decode_shape(rows_of(ragged)) == ("decode, 6 rows by pages, window 300", 6, "pages")
-    assert runner._decode_shape(rows_of(ragged | {1: 290, 2: 60})) == (
-        "decode, 6 rows by pages, window 300",
-        6,
-        "pages",
-    )
-    assert runner._decode_shape(rows_of(ragged | {1: 290, 2: 61})) == (
-        "decode, 6 rows by pages, window 300",
-        6,
-        "pages",
-    )
-    assert runner._decode_shape(rows_of(ragged | {1: 290, 2: 125})) == ("decode, window 300", 6, "dense")
+    runner.resize(300)
+    ragged = {0: 290, 1: 290, 2: 290, **dict.fromkeys(range(4, 6), 9)}  # these read 3 · 300 + 2 · 64 of 6 · 300
+    for length in (60, 61, 124):  # with four steps more 64 or 128, which are two thirds of all at most
+        expected = ("decode, 6 ragged rows, window 300", 6, "ragged")
+        assert runner._decode_shape(rows_of(ragged | {3: length})) == expected
+    assert runner._decode_shape(rows_of(ragged | {3: 125})) == ("decode, window 300", 6, "dense")
 
 
 @pytest.mark.parametrize("run", [True, False])
@@ -207,7 +194,7 @@ def test_rows_that_a_better_program_is_for_do_not_wait_for_it(decoder, forgets):
     shapes = EngineConfig(max_slots=6, max_seq_len=40, decode_rows=(1, 2), forgets=forgets)
     runner, told, one = ModelRunner(decoder, shapes), list[str](), rows_of({5: 20})
     lazy = runner.begin(lambda done: told.append(done.name))
-    dense, best = "decode, window 40", "decode, 1 rows by pages, window 40"
+    dense, best = "decode, window 40", "decode, 1 ragged rows, window 40"
     lazy.need(dense)
     assert runner._decode_shape(one)[0] == best
     first = runner.decode(one)
@@ -256,22 +243,22 @@ def test_few_rows_and_pages_sample_what_all_slots_sample(decoder, config, length
     shapes = config.model_copy(update={"max_slots": 6, "max_seq_len": 300, "decode_rows": (1, 2), "windows": (300,)})
     found, rng = {}, np.random.default_rng(0)
     noise = rng.normal(size=(6, 2, 300, 8)).astype(np.float32)
-    for kernel in ("dense", "pages"):
+    for kernel in ("dense", "ragged"):
         runner = ModelRunner(decoder, shapes)
         runner._cache = jax.tree.map(lambda _: jnp.array(noise), runner._cache)
         rows = rows_of(lengths)
         shape = runner._decode_shape(rows)
-        found[kernel] = runner._decode(rows, *(shape if kernel == "pages" else ("decode, window 300", 6, "dense")))
+        found[kernel] = runner._decode(rows, *(shape if kernel == "ragged" else ("decode, window 300", 6, "dense")))
         found[kernel, "cache"] = np.asarray(runner._cache.values[1])
-    assert shape[2] == "pages"
+    assert shape[2] == "ragged"
     assert (
-        found["pages"].count.tolist() == [4 * (slot in lengths) for slot in range(6)] == found["dense"].count.tolist()
+        found["ragged"].count.tolist() == [4 * (slot in lengths) for slot in range(6)] == found["dense"].count.tolist()
     )
     for slot in lengths:
-        np.testing.assert_array_equal(found["pages"].tokens[:, slot], found["dense"].tokens[:, slot])
-        np.testing.assert_allclose(found["pages"].logprobs[:, slot], found["dense"].logprobs[:, slot], atol=1e-5)
-    np.testing.assert_allclose(found["pages", "cache"], found["dense", "cache"], atol=1e-5)
-    written = np.abs(found["pages", "cache"] - noise).sum((1, 3)) > 0
+        np.testing.assert_array_equal(found["ragged"].tokens[:, slot], found["dense"].tokens[:, slot])
+        np.testing.assert_allclose(found["ragged"].logprobs[:, slot], found["dense"].logprobs[:, slot], atol=1e-5)
+    np.testing.assert_allclose(found["ragged", "cache"], found["dense", "cache"], atol=1e-5)
+    written = np.abs(found["ragged", "cache"] - noise).sum((1, 3)) > 0
     assert written.sum(1).tolist() == found["dense"].count.tolist()  # and idle slots are as they were
 
 

@@ -20,6 +20,9 @@ SMALLEST_WINDOW = 128
 
 SHORTEST_PREFILL = 16
 
+MOST_SMALL = 2
+"""Small pieces that a chunk's rest goes in: one of 32 tokens takes 0.35 to 0.45 times as long as one of 128 (CPUs)."""
+
 SMALL_PREFILL = 128
 """Padded tokens: fewer, for a prompt that comes alone, save less than another program costs to compile."""
 
@@ -128,7 +131,7 @@ class EngineConfig(BaseModel):
         small, chunk = self.chunk_buckets[0], self.prefill_chunk
         whole, rest = divmod(tokens, chunk)
         few = -(-rest // small)
-        return (chunk,) * whole + ((chunk,) if few * small >= chunk else (small,) * few)
+        return (chunk,) * whole + ((chunk,) if few > MOST_SMALL else (small,) * few)
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:

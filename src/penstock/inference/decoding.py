@@ -15,7 +15,7 @@ length of the arrays (the window) follows the longest live sequence. Paging is n
 window.
 
 *Attention of a decode step* reads the whole window of every slot at once (``dense``), or of the slots that its rows
-name only the pages that they have filled (``pages``). Which one is fixed when a program is compiled.
+name only what they have filled (``ragged``). Which one is fixed when a program is compiled.
 """
 
 import dataclasses
@@ -35,13 +35,13 @@ from penstock.inference.dispatch import DeviceSamples, SlotRows, TextScores
 from penstock.inference.sampling import most_probable, sample, uniforms
 from penstock.model.arrays import joined_digests, lower_digests, named_leaves
 from penstock.model.language import Decoder, Layer, ModelConfig, Segments, grouped_attention, rotary_tables
-from penstock.model.language.attention import Pages, attention, page_positions, paged_attention
+from penstock.model.language.attention import attention, page_positions, ragged_attention
 from penstock.model.language.attention_choice import AttentionKernel
 from penstock.model.language.decoder import layer_of, stack_names
 
 _Tree = TypeVar("_Tree")
 
-DecodeKernel = Literal["dense", "pages"]
+DecodeKernel = Literal["dense", "ragged"]
 """What computes the attention of a decode step."""
 
 
@@ -255,7 +255,7 @@ def decode(
     Args:
         weights: Those that are served.
         cache: The entries of all slots.
-        rows: One per slot and in their order for ``dense``; any slots, each once, for ``pages``, and where they are
+        rows: One per slot and in their order for ``dense``; any slots, each once, for ``ragged``, and where they are
             all, in order.
         steps: At most so many in one dispatch.
         kernel: What computes attention.
@@ -266,8 +266,6 @@ def decode(
     # Of all steps before the first: in a step XLA would compute the angles again for each layer.
     ahead = rows.positions + jnp.arange(steps, dtype=jnp.int32)[:, None]
     tables = tables_of(weights.ends.config, ahead)
-    reach = jnp.where(rows.budget > 0, rows.positions + jnp.minimum(rows.budget, steps), 0)
-    pages = Pages.of(reach, cache.window, cache.slots) if kernel == "pages" else None
 
     def unfinished(progress: _Progress) -> Bool[Array, ""]:
         return (progress.step < steps) & jnp.any(progress.live)
@@ -276,7 +274,7 @@ def decode(
         positions = rows.positions + progress.emitted.count
         now = rows._replace(tokens=progress.tokens, positions=positions)
         here = jax.tree.map(lambda table: table[progress.step], tables)  # a live row has taken every step so far
-        cache, logits = decode_step(weights, progress.cache, now, progress.live, here, pages)
+        cache, logits = decode_step(weights, progress.cache, now, progress.live, here, kernel)
         noise = uniforms(rows.seeds, positions)
         found = sample(logits, noise, **rows.sampling, alternatives=alternatives, truncated=truncated)
         return _record(progress, cache, rows, *found)
@@ -335,7 +333,7 @@ def decode_step(
     rows: SlotRows,
     live: Bool[Array, " rows"],
     tables: Tables,
-    pages: Pages | None = None,
+    kernel: DecodeKernel = "dense",
 ) -> tuple[KVCache, Float32[Array, "rows vocab"]]:
     """Adds one token per live row to the cache and scores the next one.
 
@@ -345,10 +343,10 @@ def decode_step(
         rows: Newest tokens, their positions, and the slots where the rows lie.
         live: Whose tokens are added.
         tables: Of the rows' positions.
-        pages: What attention reads; None: all of the cache, whose slots the rows then are.
+        kernel: As of `decode`.
     """
     targets = jnp.where(live, rows.positions, cache.window)  # beyond the window: a row that is not live writes nothing
-    attend = functools.partial(_attend, rows, pages, cache.window)
+    attend = functools.partial(_attend, rows, live, kernel, cache.window)
     cache, x = _through_layers(weights, cache, rows.tokens, tables, rows.slots, targets, attend)
     return cache, weights.scores(x)
 
@@ -376,10 +374,17 @@ def _through_layers(
 
 
 def _attend(
-    rows: SlotRows, pages: Pages | None, length: int, query: Array, keys: Array, values: Array, window: int | None
+    rows: SlotRows,
+    live: Bool[Array, " rows"],
+    kernel: DecodeKernel,
+    length: int,
+    query: Array,
+    keys: Array,
+    values: Array,
+    window: int | None,
 ) -> Float[Array, "rows heads head_dim"]:
-    if pages is not None:
-        return paged_attention(query, keys, values, rows.slots, rows.positions, pages, window)
+    if kernel == "ragged":
+        return ragged_attention(query, keys, values, rows.slots, jnp.where(live, rows.positions + 1, 0), window)
     return grouped_attention(query[:, None], keys, values, _seen(rows.positions, length, window))[:, 0]
 
 

@@ -7,8 +7,8 @@ they lie; any other may `prepare` weights meanwhile. `penstock.inference.schedul
 
 Programs (`penstock.inference.decoding`) are compiled once per shape and shared by every engine of the process; only the
 cache is donated, never weights. Prefill's attention is chosen by the rule of ``learner.attention: auto``. A decode step
-has the fewest of the configured rows that hold what is live. On one CPU its attention is by pages when those are fewer
-than the slots, or when the pages in use are at most half of the window's: so one long response does not tax all others.
+has the fewest of the configured rows that hold what is live. On one CPU its attention is ragged when those are fewer
+than the slots, or when what they read is at most two thirds of the cache: so one long response does not tax all others.
 Else it is dense over the cache, which is what a CPU's cores share best.
 
 *Tensor parallelism* over several devices of this machine: one mesh axis, named `model`. Each device holds some of the
@@ -50,10 +50,13 @@ from penstock.inference.dispatch import HostRows, HostSamples, SlotRows, to_host
 from penstock.inference.sequence import MOST_ALTERNATIVES
 from penstock.model.arrays import are_shapes
 from penstock.model.language import Decoder, ModelConfig
-from penstock.model.language.attention import page_positions
+from penstock.model.language.attention import reaches
 from penstock.model.language.attention_choice import AttentionKernel, Platform, attention_kernel, platform_named
 from penstock.model.programs import LazyPrograms, Programs, choose_cache, compile_programs, light_compilation
 from penstock.types import CompiledProgram, ConfigError
+
+_FEW_REACHES = 2
+"""Of a window that is so short that all slots are always read whole."""
 
 HOW_DECODED = ("steps", "kernel", "alternatives", "truncated")
 """Static arguments of `decode`."""
@@ -180,7 +183,7 @@ class ModelSplit:
         return PartitionSpec()
 
 
-_PAGES = "decode, {} rows by pages, window {}"
+_RAGGED = "decode, {} ragged rows, window {}"
 _DECODE, _FORK, _RESIZE = "decode, window {}", "fork, window {}", "resize, window {} to {}"
 _PREFILL = "prefill, {} × {} prompt tokens"
 _EXTEND = "prefill, {} more prompt tokens, window {}"
@@ -273,7 +276,7 @@ class ModelRunner:
     @property
     def whole(self) -> int | None:
         """Prompts whose padded length is greater are prefilled by `extend`, chunk by chunk; None: no prompt."""
-        return self._config.longest_whole if self._by_pages else None
+        return self._config.longest_whole if self._by_rows else None
 
     def extend(self, tokens: Int32[np.ndarray, " length"], slot: int, start: int) -> None:
         """Adds tokens of a prompt to what its slot holds, from that position on."""
@@ -297,30 +300,30 @@ class ModelRunner:
         return attention_kernel("auto", self._platform, length, ends.embedding.dtype.name, ends.config.head_dim)
 
     @property
-    def _by_pages(self) -> bool:
-        """Whether there are programs of few rows and by pages: loops of small products are for CPUs."""
+    def _by_rows(self) -> bool:
+        """Whether there are programs of few rows, and of ragged ones: loops of small products are for CPUs."""
         return self._split is None and self._platform == "cpu"
 
     def _decode_shapes(self, window: int) -> Iterator[tuple[str, int, DecodeKernel]]:
         """By name: rows and kernel of the programs of decoding over a cache of that window."""
         slots = self._config.max_slots
         yield _DECODE.format(window), slots, "dense"
-        for rows in self._config.decode_buckets if self._by_pages else ():
-            if rows < slots or window > 2 * page_positions(window):
-                yield _PAGES.format(rows, window), rows, "pages"
+        for rows in self._config.decode_buckets if self._by_rows else ():
+            if rows < slots or len(reaches(window)) > _FEW_REACHES:
+                yield _RAGGED.format(rows, window), rows, "ragged"
 
     def _decode_shape(self, rows: HostRows) -> tuple[str, int, DecodeKernel]:
         """That of the program for what is live: a function of that, and of whether the weights are the first."""
         slots, window, live = self._config.max_slots, self.window, rows["budget"] > 0
         if self.first and self._config.all_rows_at_first:
             return _DECODE.format(window), slots, "dense"
-        count = next(b for b in self._config.decode_buckets if b >= live.sum()) if self._by_pages else slots
-        size = page_positions(window)
-        reach = (rows["positions"] + np.minimum(rows["budget"], self._steps))[live]
-        filled, whole = int((-(-reach // size)).sum()), -(-window // size) * slots
-        if count == slots and (2 * filled > whole or window <= 2 * size or not self._by_pages):
+        count = next(b for b in self._config.decode_buckets if b >= live.sum()) if self._by_rows else slots
+        sizes = np.array(reaches(window))
+        ends = (rows["positions"] + np.minimum(rows["budget"], self._steps))[live]
+        read, whole = int(sizes[np.searchsorted(sizes, np.minimum(ends, window))].sum()), window * slots
+        if count == slots and (3 * read > 2 * whole or len(sizes) <= _FEW_REACHES or not self._by_rows):
             return _DECODE.format(window), slots, "dense"
-        return _PAGES.format(count, window), count, "pages"
+        return _RAGGED.format(count, window), count, "ragged"
 
     def fork(self, sources: Mapping[int, tuple[int, int]]) -> None:
         """Copies the beginning of slots.

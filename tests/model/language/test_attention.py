@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.model.language.attention import Pages, grouped_attention, packed_mask, paged_attention
+from penstock.model.language.attention import grouped_attention, packed_mask, ragged_attention, reaches
 
 
 def test_packed_mask_is_causal_inside_each_segment_and_padding_sees_padding_only():
@@ -49,30 +49,30 @@ def test_large_scores_do_not_overflow():
     np.testing.assert_allclose(np.asarray(out), 1.0)
 
 
-def test_pages_are_listed_row_by_row():
-    lengths = jnp.array([0, 129, 128, 256], jnp.int32)
-    some, every = Pages.of(lengths, 300, slots=9), Pages.of(lengths, 300, slots=4)
-    assert some.count == 9 and len(some.rows) == 20  # four rows of five pages at most
-    assert some.rows.tolist()[:9] == [1, 1, 1, 2, 2, 3, 3, 3, 3]
-    assert some.numbers.tolist()[:9] == [0, 1, 2, 0, 1, 0, 1, 2, 3]
-    assert every.count == 6 and len(every.rows) == 16  # but for the first page of each
-    assert every.rows.tolist()[:6] == [1, 1, 2, 3, 3, 3] and every.numbers.tolist()[:6] == [1, 2, 1, 1, 2, 3]
+def test_a_row_reads_few_lengths():
+    assert reaches(50) == [50] and reaches(300) == [64, 128, 192, 256, 300]
+    assert reaches(2048) == [64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
 
 
-def test_pages_are_weighted_by_what_each_row_sees_of_them():
+def test_ragged_rows_are_weighted_by_what_each_sees():
     keys, values = jnp.zeros((2, 1, 192, 4)), jnp.repeat(jnp.array([1.0, 2.0, 4.0]), 64)[None, None, :, None]
-    values = jnp.broadcast_to(values, keys.shape).at[1].multiply(10)  # one number for each page of each slot
-    positions = jnp.array([191, 79], jnp.int32)
-    pages = Pages.of(positions + 1, 192, slots=2)
-    slots, query = jnp.arange(2, dtype=jnp.int32), jnp.ones((2, 1, 4))
-    found = paged_attention(query, keys, values, slots, positions, pages)[:, 0, 0]
+    values = jnp.broadcast_to(values, keys.shape).at[1].multiply(10)  # one number for each 64 positions of each slot
+    seen, slots, query = jnp.array([192, 80], jnp.int32), jnp.arange(2, dtype=jnp.int32), jnp.ones((2, 1, 4))
+    found = ragged_attention(query, keys, values, slots, seen)[:, 0, 0]
     np.testing.assert_allclose(found, [7 / 3, 10 * (64 * 1 + 16 * 2) / 80], rtol=1e-6)
-    seen = paged_attention(query, keys, values, slots, positions, pages, window=96)[:, 0, 0]
-    np.testing.assert_allclose(seen, [(32 * 2 + 64 * 4) / 96, 12], rtol=1e-6)
-    backwards = Pages.of(positions + 1, 192, slots=3)
+    newest = ragged_attention(query, keys, values, slots, seen, window=96)[:, 0, 0]
+    np.testing.assert_allclose(newest, [(32 * 2 + 64 * 4) / 96, 12], rtol=1e-6)
     there = jnp.pad(keys, ((0, 1), *[(0, 0)] * 3)), jnp.pad(values[::-1], ((0, 1), *[(0, 0)] * 3))
-    found = paged_attention(query, *there, slots[::-1], positions, backwards)[:, 0, 0]
+    found = ragged_attention(query, *there, slots[::-1], seen)[:, 0, 0]
     np.testing.assert_allclose(found, [7 / 3, 12], rtol=1e-6)
+
+
+def test_ragged_rows_read_no_more_than_the_least_reach_that_holds_what_they_see():
+    """Whatever is not a number there would show."""
+    keys = jnp.zeros((2, 1, 300, 4)).at[:, :, 192:].set(jnp.nan)
+    seen, slots, query = jnp.array([130, 192], jnp.int32), jnp.arange(2, dtype=jnp.int32), jnp.ones((2, 1, 4))
+    assert np.isfinite(ragged_attention(query, keys, keys, slots, seen)).all()
+    assert not np.isfinite(ragged_attention(query, keys, keys, slots, seen + 1)[1]).any()
 
 
 @pytest.mark.parametrize("slots", [[3, 0, 4, 1], [0, 1, 2, 3]])
@@ -80,7 +80,7 @@ def test_pages_are_weighted_by_what_each_row_sees_of_them():
 @pytest.mark.parametrize(
     "length", [300, pytest.param(256, marks=pytest.mark.slow), 90, pytest.param(50, marks=pytest.mark.slow)]
 )
-def test_pages_give_what_the_whole_cache_gives(window, length, slots):
+def test_ragged_rows_give_what_the_whole_cache_gives(window, length, slots):
     rng, of_all = np.random.default_rng(length), slots == [0, 1, 2, 3]
     keys, values = (jnp.asarray(rng.normal(size=(5 - of_all, 2, length, 8)), jnp.float32) for _ in range(2))
     slots, positions = (
@@ -91,23 +91,18 @@ def test_pages_give_what_the_whole_cache_gives(window, length, slots):
     at = jnp.arange(length)
     seen = (at <= positions[:, None]) & (at > positions[:, None] - (window or length))
     expected = grouped_attention(query[:, None], keys[slots], values[slots], seen[:, None])[:, 0]
-    pages = Pages.of(positions + 1, length, len(keys))
-    found = paged_attention(query, keys, values, slots, positions, pages, window)
+    found = ragged_attention(query, keys, values, slots, positions + 1, window)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     row = jnp.arange(4) == 2
     other = jnp.where(row, positions, length // 3)
-    among_others = paged_attention(
-        query, keys, values, slots, other, Pages.of(other + 1, length, len(keys)), window
-    )  # a row's neighbours are nothing to it
+    among_others = ragged_attention(query, keys, values, slots, other + 1, window)  # its neighbours are nothing to it
     np.testing.assert_array_equal(among_others[2], found[2])
-    none = paged_attention(
-        query, keys, values, slots, positions, Pages.of(jnp.where(row, 0, positions + 1), length, len(keys)), window
-    )
+    none = ragged_attention(query, keys, values, slots, jnp.where(row, 0, positions + 1), window)
     np.testing.assert_array_equal(none[jnp.array([0, 1, 3])], found[jnp.array([0, 1, 3])])
-    assert np.isfinite(none).all() and (of_all or not np.any(none[2]))
+    assert not np.any(none[2])
 
 
-def test_pages_round_weights_of_bfloat16_as_the_whole_cache_does():
+def test_ragged_rows_round_weights_of_bfloat16_as_the_whole_cache_does():
     """Where each rounds them in its own way, half of the results differ in their last bit."""
     rng = np.random.default_rng(0)
     query, keys, values = (
@@ -115,5 +110,5 @@ def test_pages_round_weights_of_bfloat16_as_the_whole_cache_does():
     )
     slots, positions = jnp.arange(4, dtype=jnp.int32), jnp.array([255, 40, 130, 64], jnp.int32)
     dense = grouped_attention(query[:, None], keys, values, (jnp.arange(256) <= positions[:, None])[:, None])[:, 0]
-    found = paged_attention(query, keys, values, slots, positions, Pages.of(positions + 1, 256, 4))
+    found = ragged_attention(query, keys, values, slots, positions + 1)
     assert np.mean(np.asarray(found != dense)) < 1e-2

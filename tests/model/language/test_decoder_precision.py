@@ -16,7 +16,6 @@ from penstock.inference.scheduler import SlotTable
 from penstock.learner import LearnerConfig
 from penstock.learner.losses import LossInputs, TokenLoss, policy_token_loss
 from penstock.learner.step import ForwardOptions, LossOptions, accumulate, empty_micro_batch, head_outputs, zeros
-from penstock.model.language.attention import Pages
 from penstock.model.language.precision import product, rounded
 
 OPTIONS = ForwardOptions(remat="layer", head_tile_tokens=7)
@@ -62,18 +61,17 @@ def decoding(decoder: Any) -> Any:
     return decode_step(ServedWeights.of(decoder), cache, rows, rows.budget == 0, tables)
 
 
-def decoding_by_pages(decoder: Any) -> Any:
+def decoding_ragged_rows(decoder: Any) -> Any:
     cache, rows = create_cache(decoder.config, 3, 16), slot_rows()
-    pages = Pages.of(rows.positions + 1, 16, 3)
     tables = tables_of(decoder.config, rows.positions)
-    return decode_step(ServedWeights.of(decoder), cache, rows, rows.budget == 0, tables, pages)
+    return decode_step(ServedWeights.of(decoder), cache, rows, rows.budget == 0, tables, "ragged")
 
 
 def prefilling(decoder: Any) -> Any:
     return prefill(ServedWeights.of(decoder), jnp.zeros((2, 8), jnp.int32))
 
 
-@pytest.mark.parametrize("program", [update, scores, decoding, decoding_by_pages, prefilling])
+@pytest.mark.parametrize("program", [update, scores, decoding, decoding_ragged_rows, prefilling])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_product_of_both_sides_has_the_highest_precision_and_float32_sums(tiny_decoder, program, dtype):
     decoder = tiny_decoder(dtype=dtype, model_type="qwen3")

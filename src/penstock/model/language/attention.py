@@ -18,7 +18,7 @@ block of padding meets none. These bounds are data, so that one program does for
 to the sum over segments of length squared, memory to the sum of lengths. Query heads share their key head's arrays.
 Blocks of all rows are taken one after the other, each large enough for a CPU's cores.
 
-*Caches.* `grouped_attention` reads everything of one, and `paged_attention` only what rows have filled, page by page.
+*Caches.* `grouped_attention` reads everything of one, and `ragged_attention` only what rows have filled, row by row.
 Keys and values are laid out (batch, head, position, dim). That layout is the fast one on a CPU: both products are plain
 batched matrix products over contiguous rows, and a cache needs no transposition.
 """
@@ -39,6 +39,10 @@ from penstock.model.language.precision import product, rounded
 
 PAGE = 64
 """Positions of a page of the cache: below, more and smaller products cost as much as the positions that they save."""
+
+STEPS = 2
+"""How many `reaches` there are from one power of two to the next: twice as many take longer to compile, and no less
+to run."""
 
 FEW_ROWS = 8
 """Queries of one key head that a decode step has at most; a prefill has many times as many."""
@@ -257,106 +261,70 @@ def _sum(weights: Float[Array, "*queries keys"]) -> Float32[Array, " *queries"]:
     return weights.astype(jnp.float32).sum(axis=-1)
 
 
-class Pages(NamedTuple):
-    """Which pages of a cache rows read: all of the first row, of the second, …; made by `Pages.of`.
-
-    Where the rows are all slots, in order, their first pages lie side by side: these are read in one go, and are none
-    of those that are listed.
-
-    Attributes:
-        rows: The row of each.
-        numbers: Which page of its row it is.
-        count: How many are listed; what the arrays hold beyond is not read.
-    """
-
-    rows: Int32[Array, " items"]
-    numbers: Int32[Array, " items"]
-    count: Int32[Array, ""]
-
-    @classmethod
-    def of(cls, lengths: Int32[Array, " rows"], window: int, slots: int) -> "Pages":
-        """Those that hold a row's first positions.
-
-        Args:
-            lengths: How many; 0 for a row that reads none.
-            window: Positions of the cache.
-            slots: Of the cache.
-        """
-        size, first = page_positions(window), _first_listed(len(lengths), slots)
-        counts = jnp.maximum(-(-lengths // size) - first, 0)
-        ends = jnp.cumsum(counts)
-        items = jnp.arange(max(1, -(-window // size) - first) * len(lengths), dtype=jnp.int32)
-        rows = jnp.minimum(jnp.searchsorted(ends, items, side="right").astype(jnp.int32), len(lengths) - 1)
-        return cls(rows, items - (ends - counts)[rows] + first, ends[-1])
-
-
-def _first_listed(rows: int, slots: int) -> int:
-    return int(rows == slots)
-
-
 def page_positions(window: int) -> int:
     """Positions of a page of a cache: no more than there are."""
     return min(PAGE, window)
 
 
-def paged_attention(
+def reaches(window: int) -> list[int]:
+    """How many positions of a slot `ragged_attention` can read: one page, two, …, then by steps that grow with them.
+
+    Args:
+        window: Positions of the cache, which are the last.
+    """
+    found = [page_positions(window)]
+    while found[-1] < window:
+        step = max(PAGE, (1 << (found[-1].bit_length() - 1)) // STEPS)
+        found.append(min(found[-1] + step, window))
+    return found
+
+
+def ragged_attention(
     query: Float[Array, "rows heads head_dim"],
     keys: Float[Array, "slots kv_heads length head_dim"],
     values: Float[Array, "slots kv_heads length head_dim"],
     slots: Int32[Array, " rows"],
-    positions: Int32[Array, " rows"],
-    pages: Pages,
+    seen: Int32[Array, " rows"],
     window: int | None = None,
 ) -> Float[Array, "rows heads head_dim"]:
-    """What `grouped_attention` says of one query per row, by work in proportion to the pages that the rows have filled.
+    """What `grouped_attention` says of one query per row, by work in proportion to what each row sees.
 
-    One page after the other, by online softmax, each row's in their order: so its result depends on no other row. A
-    page is copied before its two products, which then read it from a core's own cache. Copying many at once, and
-    joining their sums by their places in the window, takes longer.
+    One row after the other: so its result depends on no other row. What it reads is copied before its two products,
+    which then find it in a core's own cache.
 
     Args:
         query: As `Layer.project` returns it.
-        keys: The cache; what lies beyond a row's position may be anything finite.
+        keys: The cache; what lies beyond what a row sees may be anything finite.
         values: In the layout of `keys`.
         slots: Where each row lies in the cache.
-        positions: Of the query, whose own key is in the cache already.
-        pages: At least those up to the rows' positions.
+        seen: Of the slot's first positions, the query's own the last of them; 0 for a row that reads none.
         window: So many keys at most, the query's own among them; None: all.
 
     Returns:
-        Results in the dtype of `values`. For a row that reads none they are finite, and mean nothing.
+        Results in the dtype of `values`; zeros for a row that reads none.
     """
-    rows, heads, head_dim = query.shape
-    kv_heads, length = keys.shape[1:3]
-    size, grouped = page_positions(length), query.reshape(rows, kv_heads, heads // kv_heads, head_dim)
+    kv_heads, length, head_dim = keys.shape[1:]
+    sizes = reaches(length)
+    least = seen if window is None else jnp.minimum(seen, window)
+    which = jnp.searchsorted(jnp.array([0, *sizes], jnp.int32), least, method="compare_all")
 
-    def meet(sums: _Sums, query: Array, key: Array, value: Array, newest: Array, number: Array | int = 0) -> _Sums:
-        """One row and one of its pages."""
-        at = _page_start(number, length) + jnp.arange(size, dtype=jnp.int32)
-        seen = (at >= number * size) & (at <= newest)
-        seen = seen if window is None else seen & (at > newest - window)
-        scores = _scores(query[None], key[None])[0] * head_dim**-0.5
-        return _added(sums, jnp.where(seen, scores, MASKED), value)
+    def attend(size: int, query: Array, slot: Array, seen: Array) -> Array:
+        start = jnp.maximum(seen - size, 0) if window is not None else 0
+        at = start + jnp.arange(size, dtype=jnp.int32)
+        mask = at < seen if window is None else (at < seen) & (at >= seen - window)
+        place, shape = (slot, 0, start, 0), (1, kv_heads, size, head_dim)
+        key, value = (lax.dynamic_slice(cached, place, shape) for cached in (keys, values))
+        return grouped_attention(query[None, None], key, value, mask[None, None])[0, 0]
 
-    def meet_listed(item: Array, sums: _Sums) -> _Sums:
-        row, number = pages.rows[item], pages.numbers[item]
-        place, shape = (slots[row], 0, _page_start(number, length), 0), (1, kv_heads, size, head_dim)
-        key, value = (lax.dynamic_slice(cached, place, shape)[0] for cached in (keys, values))
-        new = meet(jax.tree.map(lambda a: a[row], sums), grouped[row], key, value, positions[row], number)
-        return jax.tree.map(lambda a, of_row: a.at[row].set(of_row), sums, new)
+    def nothing(query: Array, slot: Array, seen: Array) -> Array:
+        return jnp.zeros_like(query, values.dtype)
 
-    sums = jax.vmap(_no_sums)(grouped)
-    if _first_listed(rows, len(keys)):
-        sums = jax.vmap(meet)(sums, grouped, keys[:, :, :size], values[:, :, :size], positions)
-    sums = lax.fori_loop(0, pages.count, meet_listed, sums)
-    attended = sums.weighted / jnp.where(sums.total > 0, sums.total, 1.0)[..., None]
-    return rounded(attended, values.dtype).reshape(rows, heads, head_dim)
+    branches = [nothing, *(partial(attend, size) for size in sizes)]
 
+    def one(row: Array, attended: Array) -> Array:
+        return attended.at[row].set(lax.switch(which[row], branches, query[row], slots[row], seen[row]))
 
-def _page_start(number: Array | int, length: int) -> Array:
-    """Where a page is read; a last one that is shorter overlaps the one before."""
-    size = page_positions(length)
-    return jnp.minimum(number * size, length - size)
+    return lax.fori_loop(0, len(query), one, jnp.zeros_like(query, values.dtype))
 
 
 class _BlockShape(NamedTuple):
