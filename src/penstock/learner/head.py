@@ -10,13 +10,15 @@ compilation.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from penstock.model.language.precision import product
+
+_T = TypeVar("_T")
 
 
 class HeadInputs(NamedTuple):
@@ -178,6 +180,10 @@ def _forward(how: _Tiles, hidden: Array, matrix: Array, inputs: HeadInputs) -> t
 
 
 def _backward(how: _Tiles, saved: _Saved, cotangent: HeadOutputs) -> tuple[Array, Array, None]:
+    return *_by_platform(partial(_gradients_again, how), saved, cotangent), None
+
+
+def _gradients_again(how: _Tiles, across: bool, saved: _Saved, cotangent: HeadOutputs) -> tuple[Array, Array]:
     tile = how.size
     hidden, matrix, inputs, log_totals, entropies = saved
 
@@ -190,10 +196,10 @@ def _backward(how: _Tiles, saved: _Saved, cotangent: HeadOutputs) -> tuple[Array
         to_scores = _to_scores(probabilities, part(inputs.labels), slopes.logprobs)
         if how.entropy_gradient:
             to_scores -= probabilities * (logprobs + part(entropies)[:, None]) * slopes.entropy[:, None]
-        return _with_products(carry, to_scores, states, matrix, index * tile)
+        return _with_products(across, carry, to_scores, states, matrix, index * tile)
 
-    gradients = jax.lax.fori_loop(0, _tile_count(inputs.count, tile), run, _no_gradients(hidden, matrix))
-    return gradients[0], gradients[1].astype(matrix.dtype), None
+    none = _no_gradients(across, hidden, matrix)
+    return _handed_on(across, jax.lax.fori_loop(0, _tile_count(inputs.count, tile), run, none), matrix)
 
 
 _tiled.defvjp(_forward, _backward)
@@ -218,6 +224,19 @@ class _Made(NamedTuple):
 def _summed_forward(
     how: _Tiles, loss_of: Callable[..., Array], hidden: Array, matrix: Array, inputs: HeadInputs, entries: Any
 ) -> tuple[tuple[Array, HeadOutputs], tuple[Array, Array]]:
+    made = _by_platform(partial(_gradients_at_once, how, loss_of), hidden, matrix, inputs, entries)
+    return (made.loss, made.outputs), made.gradients
+
+
+def _gradients_at_once(
+    how: _Tiles,
+    loss_of: Callable[..., Array],
+    across: bool,
+    hidden: Array,
+    matrix: Array,
+    inputs: HeadInputs,
+    entries: Any,
+) -> _Made:
     tile = how.size
 
     def run(index: Array, made: _Made) -> _Made:
@@ -235,13 +254,13 @@ def _summed_forward(
         return _Made(
             made.loss + loss,
             jax.tree.map(lambda whole, each: _place(whole, each, index * tile), made.outputs, scored.outputs),
-            _with_products(made.gradients, to_scores, states, matrix, index * tile),
+            _with_products(across, made.gradients, to_scores, states, matrix, index * tile),
         )
 
     zeros = jnp.zeros(hidden.shape[0], jnp.float32)
-    nothing = _Made(jnp.zeros((), jnp.float32), HeadOutputs(zeros, zeros), _no_gradients(hidden, matrix))
+    nothing = _Made(jnp.zeros((), jnp.float32), HeadOutputs(zeros, zeros), _no_gradients(across, hidden, matrix))
     made = jax.lax.fori_loop(0, _tile_count(inputs.count, tile), run, nothing)
-    return (made.loss, made.outputs), (made.gradients[0], made.gradients[1].astype(matrix.dtype))
+    return made._replace(gradients=_handed_on(across, made.gradients, matrix))
 
 
 def _summed_backward(
@@ -254,8 +273,21 @@ def _summed_backward(
 _summed.defvjp(_summed_forward, _summed_backward)
 
 
-def _no_gradients(hidden: Array, matrix: Array) -> tuple[Array, Array]:
-    return jnp.zeros_like(hidden), jnp.zeros(matrix.shape, jnp.float32)
+def _by_platform(loop: Callable[..., _T], *operands: Any) -> _T:
+    """On CPUs the matrix's gradient is added up *across*, [hidden, vocab].
+
+    Of two operands whose first axis goes XLA's products there take up to twice as long: so the smaller one, the states,
+    is turned before, and the sum once after the last tile.
+    """
+    return cast(_T, jax.lax.platform_dependent(*operands, cpu=partial(loop, True), default=partial(loop, False)))
+
+
+def _no_gradients(across: bool, hidden: Array, matrix: Array) -> tuple[Array, Array]:
+    return jnp.zeros_like(hidden), jnp.zeros(matrix.shape[::-1] if across else matrix.shape, jnp.float32)
+
+
+def _handed_on(across: bool, gradients: tuple[Array, Array], matrix: Array) -> tuple[Array, Array]:
+    return gradients[0], (gradients[1].T if across else gradients[1]).astype(matrix.dtype)
 
 
 def _to_scores(probabilities: Array, labels: Array, slopes: Array) -> Array:
@@ -265,12 +297,16 @@ def _to_scores(probabilities: Array, labels: Array, slopes: Array) -> Array:
 
 
 def _with_products(
-    gradients: tuple[Array, Array], to_scores: Array, states: Array, matrix: Array, start: Array
+    across: bool, gradients: tuple[Array, Array], to_scores: Array, states: Array, matrix: Array, start: Array
 ) -> tuple[Array, Array]:
     """With what a tile gives to the gradients of `hidden` and of the matrix."""
     gradient = to_scores.astype(states.dtype)
     to_hidden = product("nv,vh->nh", gradient, matrix).astype(states.dtype)
-    return _place(gradients[0], to_hidden, start), gradients[1] + product("nv,nh->vh", gradient, states)
+    if across:
+        to_matrix = product("hn,nv->hv", jax.lax.optimization_barrier(states.T), gradient)
+    else:
+        to_matrix = product("nv,nh->vh", gradient, states)
+    return _place(gradients[0], to_hidden, start), gradients[1] + to_matrix
 
 
 def _tile_count(count: Array, tile: int) -> Array:
