@@ -263,9 +263,11 @@ def decode(
         truncated: As of `sample`.
     """
     count = rows.tokens.shape[0]
-    # Of all steps before the first: in a step XLA would compute the angles again for each layer.
+    # Of all steps before the first: in a step XLA would compute the angles again for each layer, and what is random
+    # is a loop of many small programs.
     ahead = rows.positions + jnp.arange(steps, dtype=jnp.int32)[:, None]
     tables = tables_of(weights.ends.config, ahead)
+    noise = jax.vmap(uniforms, (None, 0))(rows.seeds, ahead)
 
     def unfinished(progress: _Progress) -> Bool[Array, ""]:
         return (progress.step < steps) & jnp.any(progress.live)
@@ -275,8 +277,7 @@ def decode(
         now = rows._replace(tokens=progress.tokens, positions=positions)
         here = jax.tree.map(lambda table: table[progress.step], tables)  # a live row has taken every step so far
         cache, logits = decode_step(weights, progress.cache, now, progress.live, here, kernel)
-        noise = uniforms(rows.seeds, positions)
-        found = sample(logits, noise, **rows.sampling, alternatives=alternatives, truncated=truncated)
+        found = sample(logits, noise[progress.step], **rows.sampling, alternatives=alternatives, truncated=truncated)
         return _record(progress, cache, rows, *found)
 
     nothing = DeviceSamples(
