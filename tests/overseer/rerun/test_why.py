@@ -47,9 +47,8 @@ def test_what_is_unlike_the_others_is_found_whatever_it_moved():
     assert [(one.rollout_id, one.trait) for one in found[:3]] == [
         ("old", "staleness"), ("off", "drift"), ("odd", "surprise")
     ]  # fmt: skip
-    assert found[0].usual == 0 and found[0].value == 8 and found[0].deviations == pytest.approx(8)
-    # drift of 64: the median distance from the median is 0.0500 (of 61 evenly spread) or next to it
-    assert found[1].deviations == pytest.approx(0.5 / (1.4826 * 0.05), rel=0.05)
+    assert found[0].usual == 0 and found[0].value == 8 and found[0].deviations == pytest.approx(4)
+    assert found[1].deviations == pytest.approx(0.5 / 0.1)
 
 
 def test_a_gradient_that_is_not_finite_is_told_and_is_null_in_json(capsys):
@@ -84,6 +83,13 @@ def test_what_moved_nothing_or_was_not_rewarded_or_is_usual_is_not_told():
     assert not found & {"idle", "wrong"}
     assert unusual_of([rollout(f"o-{i}", drift=0.04 * (i % 2)) for i in range(9)]) == ()
     assert unusual_of([]) == ()
+
+
+def test_half_a_deviation_is_told_where_the_others_differ_much():
+    """Median 5, from which the median distance is 2: 0.67 and 1.35 deviations."""
+    found = unusual_of([rollout(f"o-{value}", surprise=value) for value in (1, 3, 5, 7, 9)])
+    assert [one.rollout_id for one in found] == ["o-9", "o-7"]
+    assert found[1].deviations == pytest.approx(2 / (1.4826 * 2))
 
 
 def test_traits_take_turns_and_ten_are_told():

@@ -37,8 +37,10 @@ from penstock.types import ConfigError, RLExample, RolloutRecord
 MOST = 10
 """Rollouts that are shown with their text."""
 _LONGEST_TEXT = 300
-_LEAST_SPREAD = {"staleness": 1.0, "drift": 0.05, "surprise": 0.5}
+_LEAST_SPREAD = {"staleness": 2.0, "drift": 0.1, "surprise": 1.0}
 """By trait, in versions and nats per token: less of a spread is no measure of what is usual."""
+_USUAL = 0.5
+"""Deviations from the median within which a rollout is like the others."""
 _MEDIAN_TO_DEVIATION = 1.4826
 """Of a normal distribution: its standard deviation by the median of distances from its median."""
 
@@ -125,7 +127,7 @@ class UnusualRollout:
         trait: In which of its numbers: ``staleness``, ``drift``, or, of one with a positive advantage, ``surprise``.
         value: The rollout's own number, in versions or nats per token.
         usual: The median of the update's rollouts, in the same unit.
-        deviations: How many robust standard deviations lie between; above 1.
+        deviations: How many robust standard deviations lie between; above 0.5.
     """
 
     rollout_id: str
@@ -313,8 +315,8 @@ def unusual_of(rollouts: Sequence[ExplainedRollout]) -> tuple[UnusualRollout, ..
 
     Three traits, each with an order of its own: `staleness`; `drift`, whichever way; and `surprise` of what has a
     positive advantage, an answer that the policy would hardly give and that was rewarded. Distances are from the
-    update's median, in robust standard deviations (1.4826 times the median distance, but no less than a version, 0.05
-    and 0.5 nats per token); what lies within one of them is usual. The traits take turns, so that one that many are
+    update's median, in robust standard deviations (1.4826 times the median distance, but no less than two versions,
+    0.1 and 1 nats per token); what lies within half of one is usual. The traits take turns, so that one that many are
     unusual in leaves room for the others.
     """
     orders = [_order(rollouts, trait) for trait in _LEAST_SPREAD]
@@ -340,7 +342,7 @@ def _order(rollouts: Sequence[ExplainedRollout], trait: str) -> list[UnusualRoll
     found = [
         UnusualRollout(rollout.influence.rollout_id, trait, value, usual, distance)
         for rollout, value in zip(compared, values, strict=True)
-        if (distance := (abs(value - usual) if trait == "drift" else value - usual) / spread) > 1
+        if (distance := (abs(value - usual) if trait == "drift" else value - usual) / spread) > _USUAL
         and rollout.influence.moved > 0
     ]
     return sorted(found, key=lambda one: -one.deviations)
