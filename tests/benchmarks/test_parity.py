@@ -122,7 +122,8 @@ def test_each_fault_is_found_within_three_versions(policy: Path, options: argpar
     found = parity.curve(chosen, policy.parent, "local")
     assert {each.fault for each in found if (each.versions or 99) <= parity.WITHIN} == set(parity_faults.NAMES)
     rules = {each.fault: each.rule for each in found}
-    assert rules["two tensors swapped"] == rules["wrong template token"] == "hard"
+    assert rules["two tensors swapped"] == "hard"
+    assert rules["wrong template token"] in ("hard", "limit")  # a KL of about 0.1, as the policy of then has it
     assert rules["one tensor × 1.05"] == rules["temperature 5% off"] == "jump"
     assert rules["mask off by one"] in ("limit", "jump")
     assert all(each.kl[0] < 1e-6 for each in found)

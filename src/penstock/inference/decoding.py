@@ -255,8 +255,7 @@ def decode(
     Args:
         weights: Those that are served.
         cache: The entries of all slots.
-        rows: One per slot and in their order for ``dense``; any slots, each once, for ``ragged``, and where they are
-            all, in order.
+        rows: One per slot and in their order for ``dense``; any slots, each once, for ``ragged``.
         steps: At most so many in one dispatch.
         kernel: What computes attention.
         alternatives: How many of the most probable tokens are recorded at each step.

@@ -276,8 +276,8 @@ _summed.defvjp(_summed_forward, _summed_backward)
 def _by_platform(loop: Callable[..., _T], *operands: Any) -> _T:
     """On CPUs the matrix's gradient is added up *across*, [hidden, vocab].
 
-    Of two operands whose first axis goes XLA's products there take up to twice as long: so the smaller one, the states,
-    is turned before, and the sum once after the last tile.
+    XLA's products that sum over the first axis of both operands take up to twice as long there: so the smaller one, the
+    states, is turned before, and the sum once, after the last tile.
     """
     return cast(_T, jax.lax.platform_dependent(*operands, cpu=partial(loop, True), default=partial(loop, False)))
 

@@ -306,6 +306,8 @@ def ragged_attention(
     kv_heads, length, head_dim = keys.shape[1:]
     sizes = reaches(length)
     least = seen if window is None else jnp.minimum(seen, window)
+    if window is not None:
+        sizes = sizes[: 1 + sum(size < window for size in sizes)]  # no row reads more than the least that holds that
     which = jnp.searchsorted(jnp.array([0, *sizes], jnp.int32), least, method="compare_all")
 
     def attend(size: int, query: Array, slot: Array, seen: Array) -> Array:
