@@ -75,16 +75,24 @@ def test_ragged_rows_read_no_more_than_the_least_reach_that_holds_what_they_see(
     assert not np.isfinite(ragged_attention(query, keys, keys, slots, seen + 1)[1]).any()
 
 
-@pytest.mark.parametrize("slots", [[3, 0, 4, 1], [0, 1, 2, 3]])
+@pytest.mark.parametrize(("window", "lengths"), [(None, 10), (100, 2), (64, 1)])
+def test_a_window_needs_no_more_reaches_than_hold_it(window, lengths):
+    """Of the ten of 2,048 positions; each is a branch with two products."""
+    query, keys = jax.ShapeDtypeStruct((2, 1, 4), jnp.float32), jax.ShapeDtypeStruct((2, 1, 2048, 4), jnp.float32)
+    rows = jax.ShapeDtypeStruct((2,), jnp.int32)
+    lowered = jax.jit(ragged_attention, static_argnums=5).lower(query, keys, keys, rows, rows, window)
+    assert lowered.as_text().count("dot_general") == 2 * lengths
+
+
 @pytest.mark.parametrize("window", [None, 100, 3])
 @pytest.mark.parametrize(
     "length", [300, pytest.param(256, marks=pytest.mark.slow), 90, pytest.param(50, marks=pytest.mark.slow)]
 )
-def test_ragged_rows_give_what_the_whole_cache_gives(window, length, slots):
-    rng, of_all = np.random.default_rng(length), slots == [0, 1, 2, 3]
-    keys, values = (jnp.asarray(rng.normal(size=(5 - of_all, 2, length, 8)), jnp.float32) for _ in range(2))
+def test_ragged_rows_give_what_the_whole_cache_gives(window, length):
+    rng = np.random.default_rng(length)
+    keys, values = (jnp.asarray(rng.normal(size=(5, 2, length, 8)), jnp.float32) for _ in range(2))
     slots, positions = (
-        jnp.array(slots, jnp.int32),
+        jnp.array([3, 0, 4, 1], jnp.int32),
         jnp.array([length - 1, 0, min(88, length - 2), length // 2], jnp.int32),
     )
     query = jnp.asarray(rng.normal(size=(4, 6, 8)), jnp.float32)
