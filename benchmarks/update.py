@@ -26,8 +26,8 @@ import numpy as np
 from penstock.batch import RowShape, example_from_rollout
 from penstock.learner import Learner, LearnerConfig, LossConfig, OptimizerConfig, save_checkpoint
 from penstock.learner import step as compiled
+from penstock.learner.micro_batches import plan_update
 from penstock.learner.optimizer import applier, initial_state
-from penstock.learner.step import plan_update
 from penstock.model.language import Decoder, ModelConfig, Segments
 from penstock.model.language.attention_choice import Remat, platform_named
 from penstock.types import RLExample, Rollout, RolloutMetadata, TrainingBatch
@@ -192,14 +192,15 @@ def print_correctness(decoder: Decoder, examples: tuple[RLExample, ...], argumen
     value, expected = jax.jit(jax.value_and_grad(plain_loss))(decoder, stacked(examples))
     options = compiled.ForwardOptions(arguments.remat, arguments.tile)
     accumulate = compiled.policy_accumulator(LossConfig(), options)
-    so_far = compiled.zeros_maker()(decoder)
+    so_far, loss = compiled.zeros_maker()(decoder), 0.0
     for micro_batch in plan_update(examples, LossConfig(), [RowShape(LENGTH, arguments.rows)], 0).micro_batches:
-        so_far = accumulate(decoder, so_far, micro_batch)
+        so_far, sums = accumulate(decoder, so_far, micro_batch)
+        loss += compiled.LossSums(*sums).loss
     worst = max(
         float(jnp.abs(ours - theirs).max())
-        for ours, theirs in zip(jax.tree.leaves(so_far.gradients), jax.tree.leaves(expected), strict=True)
+        for ours, theirs in zip(jax.tree.leaves(so_far.policy), jax.tree.leaves(expected), strict=True)
     )
-    print(f"loss {float(so_far.sums.loss):.7f}, plain {float(value):.7f}; gradients differ by at most {worst:.1e}")
+    print(f"loss {float(loss):.7f}, plain {float(value):.7f}; gradients differ by at most {worst:.1e}")
 
 
 def time_learner(

@@ -7,8 +7,8 @@ import pytest
 from penstock.batch import example_from_pair
 from penstock.batch.packing import pack
 from penstock.learner import Learner, LearnerConfig, OptimizerConfig, WarmStartConfig
+from penstock.learner.micro_batches import scored_lengths
 from penstock.learner.parity import differences_of
-from penstock.learner.step import scored_lengths
 from penstock.model.language import Decoder, Segments
 from penstock.types import ConfigError, NonFiniteError, RLExample, WeightsError
 

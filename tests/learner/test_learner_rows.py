@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.learner import Learner
-from penstock.learner.step import plan_scoring, plan_update, score_plan, scored_lengths
+from penstock.learner.micro_batches import plan_scoring, plan_update, score_plan, scored_lengths
 from penstock.types import ConfigError
 
 LENGTHS = [(2, 9), (4, 7), (3, 20), (2, 20), (1, 3)]
@@ -101,12 +101,18 @@ def test_micro_batches_ahead_of_an_accelerator_change_nothing_and_are_at_most_on
     examples, learner = draw_examples(LENGTHS), Learner(decoder, config.model_copy(update=SEVERAL), 10)
     here, _ = _gradients(learner, examples)
     begun, waited = [], []
-    accumulate, wait = learner._accumulate, type(here[0]).block_until_ready
+    accumulate, fetch = learner._accumulate, np.asarray
     monkeypatch.setattr(learner, "_ahead_of_device", 1)
     monkeypatch.setattr(
         learner, "_accumulate", lambda *given, **named: begun.append(len(waited)) or accumulate(*given, **named)
     )
-    monkeypatch.setattr(type(here[0]), "block_until_ready", lambda array: waited.append(array) or wait(array))
+
+    def fetched(array, *rest, **named):
+        if isinstance(array, jax.Array):
+            waited.append(array)
+        return fetch(array, *rest, **named)
+
+    monkeypatch.setattr("penstock.learner.learner.np.asarray", fetched)
     ahead, _ = _gradients(learner, examples)
     assert len(begun) >= 3 and [i - done for i, done in enumerate(begun)] == [0] + [1] * (len(begun) - 1)
     for ours, theirs in zip(ahead, here, strict=True):

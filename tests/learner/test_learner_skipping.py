@@ -8,7 +8,7 @@ import pytest
 
 from penstock.batch import RowShape
 from penstock.learner import Learner, LearnerConfig, LossConfig, OptimizerConfig
-from penstock.learner.step import plan_update
+from penstock.learner.micro_batches import plan_update
 
 ZERO = (0, 2, 5)
 

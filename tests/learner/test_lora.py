@@ -72,7 +72,7 @@ def test_only_the_adapter_learns(beside, config, batch_of):
     sizes = sum(array.size for array in published.values())
     state = learner.state_arrays()
     assert sum(a.size for name, a in state.items() if name.startswith("adam")) == 2 * sizes + 1
-    gradients = jax.eval_shape(learner._zeros, learner.decoder).gradients
+    gradients = jax.eval_shape(learner._zeros, learner.decoder).policy
     assert sum(leaf.size for leaf in jax.tree.leaves(gradients)) == sizes
 
 

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from penstock.batch import RowShape
 from penstock.learner import LossConfig, sequence_weights, step
 from penstock.learner.config import KlConfig, Preset
 from penstock.learner.head import HeadOutputs
 from penstock.learner.losses import LossInputs, kl_token_loss, policy_token_loss
+from penstock.learner.micro_batches import UpdatePlan, plan_update
 from penstock.types import RLExample
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
@@ -70,7 +72,7 @@ def packed_example(index: int) -> RLExample:
     )  # fmt: skip
 
 
-def sources(plan: step.UpdatePlan, examples: list[RLExample], rows: int) -> np.ndarray:
+def sources(plan: UpdatePlan, examples: list[RLExample], rows: int) -> np.ndarray:
     """[rows, 24]: of each position of the update's rows, end to end, its place in the batch's 8 · 10; else 0."""
     found = np.zeros((rows, 24), np.int32)
     for index, place in enumerate(plan.placements):
@@ -85,8 +87,8 @@ def test_packed_into_rows_and_micro_batches_they_are_the_same(case: dict):
     examples = [packed_example(index) for index in range(8)]
     before = [np.pad(BATCH["proximal"][index], (2, 0))[: len(each.tokens)] for index, each in enumerate(examples)]
     limits = [GOLDEN["max_tokens"]] * 8
-    shapes = [step.RowShape(24, micro_rows)]
-    plan = step.plan_update(examples, config, shapes, 0, max_tokens=limits, proximal_logprobs=before)
+    shapes = [RowShape(24, micro_rows)]
+    plan = plan_update(examples, config, shapes, 0, max_tokens=limits, proximal_logprobs=before)
     assert {place.row for place in plan.placements} == {0, 1, 2} and len(plan.micro_batches) == 2
     where = sources(plan, examples, 4).reshape(2, -1)
     options = step.LossOptions(token_loss(config, kl), "stored", reads_reference=kl.in_loss)

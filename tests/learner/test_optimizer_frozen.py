@@ -10,8 +10,9 @@ from penstock.batch import RowShape, example_from_pair
 from penstock.learner import ControlLearner, Learner, LearnerConfig, LossConfig, OptimizerConfig, PpoConfig
 from penstock.learner.control_config import ControlOptimizerConfig
 from penstock.learner.control_step import FEWEST_FINALS, BatchShape, Minibatches, blank_arrays, optimiser, preparer
+from penstock.learner.micro_batches import empty_micro_batch
 from penstock.learner.optimizer import from_named, initial_state, to_named
-from penstock.learner.step import ForwardOptions, empty_micro_batch, policy_accumulator, zeros_maker
+from penstock.learner.step import ForwardOptions, policy_accumulator, zeros_maker
 from penstock.model.language import Decoder, InitConfig
 from penstock.types import CheckpointError, ConfigError
 
@@ -44,7 +45,7 @@ def test_the_gradient_of_a_language_policy_saves_the_products_of_what_is_frozen(
     def cost(names: tuple[str, ...]) -> tuple[float, int]:
         so_far = jax.eval_shape(zeros_maker(names), decoder)
         program = policy_accumulator(LossConfig(), options, names).lower(decoder, so_far, batch).compile()
-        return flops(program), sizes(so_far.gradients)
+        return flops(program), sizes(so_far.policy)
 
     whole, few = cost(()), cost(frozen)
     assert whole[0] - few[0] == pytest.approx(saved, rel=0.03)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.learner import CriticConfig, KlConfig, Learner, LossConfig
-from penstock.learner import step as compiled
+from penstock.learner.micro_batches import plan_update
 from penstock.types import TrainingBatch
 
 WAYS = {
@@ -63,7 +63,7 @@ def test_updates_are_the_same_to_the_bit_whether_packed_ahead_or_not(decoder, co
 
 def test_rows_are_packed_while_the_device_computes_and_one_step_ahead(decoder, config, batches, monkeypatch):
     order = []
-    plan, apply = compiled.plan_update, Learner._applied
+    plan, apply = plan_update, Learner._applied
     monkeypatch.setattr("penstock.learner.learner.plan_update", lambda *a, **k: order.append("pack") or plan(*a, **k))
     monkeypatch.setattr(Learner, "_applied", lambda *arguments: order.append("apply") or apply(*arguments))
     learner = Learner(decoder, config, 10)

@@ -12,7 +12,7 @@ from penstock.batch import DeadlineBatchMaker, RowShape
 from penstock.learner import LossConfig, step
 from penstock.learner.config import Preset, ProximalSource
 from penstock.learner.losses import TokenLoss, policy_token_loss
-from penstock.learner.step import plan_update
+from penstock.learner.micro_batches import plan_update
 from penstock.model.language import Segments
 from penstock.types import Rollout, RolloutMetadata
 
@@ -38,15 +38,16 @@ def _plain_loss(decoder, examples, sequence_weights):
 
 
 def _accumulated(decoder, examples, loss, config, rows, surrogate=LossConfig(surrogate="reinforce")):  # noqa: B008
-    """Under `loss`'s aggregation; ℓ_p of a surrogate of its own is a little off what the decoder says."""
+    """Gradients, sums and how many micro-batches, under `loss`'s aggregation; ℓ_p of a surrogate of its own is off."""
     stored = None if surrogate.surrogate == "reinforce" else [e.generator_log_probs * 1.1 for e in examples]
     plan = plan_update(examples, loss, [RowShape(config.row_length, rows)], version_step=0, proximal_logprobs=stored)
     source = "current" if stored is None else "stored"
     add = step.policy_accumulator(surrogate, step.ForwardOptions(config.remat, 7), proximal=source)
-    so_far = step.zeros_maker()(decoder)
+    so_far, sums = step.zeros_maker()(decoder), 0
     for micro_batch in plan.micro_batches:
-        so_far = add(decoder, so_far, micro_batch)
-    return so_far, len(plan.micro_batches)
+        so_far, of_micro_batch = add(decoder, so_far, micro_batch)
+        sums += np.asarray(of_micro_batch)
+    return so_far.policy, step.LossSums(*sums), len(plan.micro_batches)
 
 
 @pytest.mark.parametrize("remat", ["layer", pytest.param("products", marks=pytest.mark.slow)])
@@ -62,10 +63,10 @@ def test_the_gradient_equals_the_plain_one_with_unequal_lengths(decoder, config,
     }.items():
         value, expected = plain(decoder, weights)
         loss = LossConfig(aggregation=aggregation, max_tokens=30 if aggregation == "constant" else None)
-        so_far, _ = _accumulated(decoder, examples, loss, config, rows=2)
-        assert float(so_far.sums.loss) == pytest.approx(float(value), abs=1e-5)
+        gradients, sums, _ = _accumulated(decoder, examples, loss, config, rows=2)
+        assert float(sums.loss) == pytest.approx(float(value), abs=1e-5)
         assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected)) > 0.05
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), so_far.gradients, expected)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients, expected)
 
 
 def test_the_gradient_of_an_entropy_bonus_is_that_of_the_mean_entropy(decoder, config, examples):
@@ -83,11 +84,11 @@ def test_the_gradient_of_an_entropy_bonus_is_that_of_the_mean_entropy(decoder, c
         _accumulated(decoder, chosen, LossConfig(), config, 2, LossConfig(surrogate="reinforce", entropy_coefficient=c))
         for c in (0.0, 0.5)
     )
-    assert float(plain[0].sums.loss - with_bonus[0].sums.loss) == pytest.approx(0.5 * float(value), abs=1e-5)
+    assert float(plain[1].loss - with_bonus[1].loss) == pytest.approx(0.5 * float(value), abs=1e-5)
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected)) > 0.05
     jax.tree.map(
         lambda less, more, entropy: np.testing.assert_allclose(less - more, 0.5 * entropy, atol=1e-5),
-        plain[0].gradients, with_bonus[0].gradients, expected,
+        plain[0], with_bonus[0], expected,
     )  # fmt: skip
 
 
@@ -104,8 +105,8 @@ def test_a_gradient_made_in_the_forward_pass_is_the_other_one(decoder, config, e
         options = step.LossOptions(partial(policy_token_loss, loss), source, True, each_alone=alone)
         add = jax.jit(partial(step.accumulate, options, step.ForwardOptions(config.remat, 7)))
         made.append(add(decoder, step.zeros_maker()(decoder), batch))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), made[0].gradients, made[1].gradients)
-    np.testing.assert_allclose(made[0].sums, made[1].sums, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), made[0][0], made[1][0])
+    np.testing.assert_allclose(made[0][1], made[1][1], rtol=1e-5)
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -130,20 +131,20 @@ def test_a_loss_that_is_no_number_for_padding_is_one_for_the_step(decoder, confi
 def test_micro_batches_add_up_to_the_one_batch_gradient(decoder, config, examples, preset):
     correction = {"scope": "sequence_mean", "veto": 1e-3}
     loss = LossConfig(preset=preset, entropy_coefficient=0.1, correction=correction)
-    whole, one = _accumulated(decoder, examples, loss, config, rows=len(examples), surrogate=loss)
-    parts, several = _accumulated(decoder, examples, loss, config, rows=1, surrogate=loss)
+    whole, whole_sums, one = _accumulated(decoder, examples, loss, config, rows=len(examples), surrogate=loss)
+    parts, sums, several = _accumulated(decoder, examples, loss, config, rows=1, surrogate=loss)
     assert one == 1 and several >= 3
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), parts.gradients, whole.gradients)
-    np.testing.assert_allclose(parts.sums, whole.sums, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), parts, whole)
+    np.testing.assert_allclose(sums, whole_sums, rtol=1e-5)
 
 
 def test_the_drift_is_of_stale_sequences_alone(decoder, config, draw_examples):
     """Each token that is off by d adds expm1(d) − d."""
     fresh, stale = draw_examples([(2, 6), (3, 9)])
     stale.weight_steps[stale.loss_mask] = -4
-    plain, _ = _accumulated(decoder, [fresh, stale], LossConfig(), config, rows=2)
-    assert float(plain.sums.stale_tokens) == stale.loss_mask.sum()
-    assert float(plain.sums.tokens) == fresh.loss_mask.sum() + stale.loss_mask.sum()
+    _, sums, _ = _accumulated(decoder, [fresh, stale], LossConfig(), config, rows=2)
+    assert float(sums.stale_tokens) == stale.loss_mask.sum()
+    assert float(sums.tokens) == fresh.loss_mask.sum() + stale.loss_mask.sum()
     rows = [jnp.asarray(_rows([fresh, stale], name)) for name in ("tokens", "position_ids")]
     segments = Segments.of(_rows([fresh, stale], "segment_ids"))
     scores = np.asarray(jax.nn.log_softmax(decoder.logits(decoder.hidden_states(*rows, segments))))
@@ -152,8 +153,8 @@ def test_the_drift_is_of_stale_sequences_alone(decoder, config, draw_examples):
         at = np.flatnonzero(example.loss_mask)
         differences.append(row[at - 1, example.tokens[at]] - example.generator_log_probs[at])
     kl = [np.sum(np.expm1(d) - d) for d in differences]
-    assert float(plain.sums.stale_kl) == pytest.approx(kl[1], rel=1e-4)
-    assert float(plain.sums.ratio) == pytest.approx(np.exp(np.concatenate(differences)).sum(), rel=1e-4)
+    assert float(sums.stale_kl) == pytest.approx(kl[1], rel=1e-4)
+    assert float(sums.ratio) == pytest.approx(np.exp(np.concatenate(differences)).sum(), rel=1e-4)
 
 
 def _conversations(advantage, *rewards):
@@ -172,8 +173,8 @@ def _conversations(advantage, *rewards):
 def test_rewards_per_turn_have_another_gradient_than_their_sum(decoder, config):
     def gradient(advantage, *rewards):
         examples = _conversations(advantage, *rewards)
-        so_far, _ = _accumulated(decoder, examples, LossConfig(), config, rows=2)
-        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(so_far.gradients)])
+        gradients, _, _ = _accumulated(decoder, examples, LossConfig(), config, rows=2)
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(gradients)])
 
     # Both episodes earn 1: nothing to learn from their sums, but one's second turn was better than the other's.
     assert not gradient("rloo", (0, 1), (1, 0)).any()

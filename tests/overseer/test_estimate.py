@@ -14,6 +14,7 @@ from penstock.inference.model_runner import ONE_DEVICE
 from penstock.inference.scheduler import SlotTable
 from penstock.learner import step
 from penstock.learner.config import LearnerConfig
+from penstock.learner.micro_batches import empty_micro_batch
 from penstock.learner.optimizer import applier, initial_state
 from penstock.model.language import Decoder
 from penstock.model.language.attention_choice import attention_kernel
@@ -213,7 +214,7 @@ def test_the_gradient_takes_what_the_compiler_allots(shapes, remat, attention):
         row_length=sizes["row_length"], micro_batch_rows=sizes["rows"], remat=remat, attention=attention
     )
     run = step.policy_accumulator(learner.loss, step.ForwardOptions(remat, learner.head_tile("cpu"), attention))
-    batch = step.empty_micro_batch(RowShape(sizes["row_length"], sizes["rows"]))
+    batch = empty_micro_batch(RowShape(sizes["row_length"], sizes["rows"]))
     allotted = peak_bytes(run.lower(decoder, jax.eval_shape(step.zeros, decoder), batch))
     estimate = estimate_memory(model, EngineConfig(), learner)
     held = estimate["parameters of the learner"] // 2 + 4 * model.parameter_count
@@ -226,7 +227,7 @@ def test_the_gradient_of_an_adapter_takes_what_the_compiler_allots(shapes, remat
     model, decoder, sizes = shapes
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), decoder)
     decoder = adapted(zeros, LoraConfig(rank=16))
-    model, batch = decoder.config, step.empty_micro_batch(RowShape(sizes["row_length"], sizes["rows"]))
+    model, batch = decoder.config, empty_micro_batch(RowShape(sizes["row_length"], sizes["rows"]))
     learner = LearnerConfig(row_length=sizes["row_length"], micro_batch_rows=sizes["rows"], remat=remat)
     run = step.policy_accumulator(learner.loss, step.ForwardOptions(remat, learner.head_tile("cpu")), model.still)
     so_far = jax.eval_shape(lambda parameters: step.zeros(parameters, model.still), decoder)
@@ -250,7 +251,7 @@ def test_a_run_with_an_adapter_has_its_base_once():
 def test_the_optimiser_step_takes_what_the_compiler_allots(shapes, name):
     model, decoder, _ = shapes
     learner = LearnerConfig(optimizer={"name": name})
-    gradients, scalar = jax.eval_shape(step.zeros, decoder).gradients, jax.ShapeDtypeStruct((), jnp.float32)
+    gradients, scalar = jax.eval_shape(step.zeros, decoder).policy, jax.ShapeDtypeStruct((), jnp.float32)
     state = jax.eval_shape(lambda parameters: initial_state(learner.optimizer, parameters), decoder)
     moments = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.adam))
     assert optimizer_state_bytes(model, learner) == pytest.approx(

@@ -9,6 +9,7 @@ its batch is known, and hands them to the device: one step ahead, never more.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -35,6 +36,18 @@ from penstock.learner.metrics import (
     step_metrics,
     throughput_metrics,
 )
+from penstock.learner.micro_batches import (
+    MicroBatch,
+    Minibatch,
+    PackedBeside,
+    UpdatePlan,
+    empty_micro_batch,
+    has_advantage,
+    plan_scoring,
+    plan_update,
+    score_plan,
+    scored_lengths,
+)
 from penstock.learner.optimizer import (
     AppliedUpdate,
     OptimizerState,
@@ -50,18 +63,7 @@ from penstock.learner.optimizer import (
 )
 from penstock.learner.reference import ReferenceWeights
 from penstock.learner.snapshot import LearnerSnapshot
-from penstock.learner.step import (
-    LossSums,
-    Minibatch,
-    PackedBeside,
-    PlannedStep,
-    UpdatePlan,
-    empty_micro_batch,
-    plan_scoring,
-    plan_update,
-    score_plan,
-    scored_lengths,
-)
+from penstock.learner.step import GradientSums, LossSums, PlannedStep
 from penstock.model.language import Decoder, named_arrays, save_decoder
 from penstock.model.language.adapter import base_digest
 from penstock.model.language.attention_choice import check_attention, platform_named
@@ -72,6 +74,9 @@ from penstock.types import ConfigError, RLExample, TrainingBatch, WeightsError, 
 
 _SUPERVISED = LossConfig()
 """Only its aggregation matters: the mean over all response tokens."""
+
+_NO_SUMS = np.zeros(len(LossSums._fields), np.float32)
+"""`LossSums` before the first micro-batch."""
 
 
 class Learner:
@@ -172,7 +177,7 @@ class Learner:
         so_far = jax.eval_shape(partial(self._zeros, critic=critic), self._decoder)
         scalar = np.float32(0)
         trained, _ = split_frozen(self.optimizer.frozen, self._decoder)
-        applied = trained, self._state, so_far.gradients, scalar, so_far.sums.loss
+        applied = trained, self._state, so_far.policy, scalar, scalar
         accumulate = partial(self._accumulate.lower, self._decoder, so_far)
         lowered = {
             "optimiser step": partial(self._apply.lower, *applied),
@@ -188,7 +193,7 @@ class Learner:
             lowered |= self._of_shapes(name, lambda batch: partial(self._score.lower, self._decoder, batch))
         return lowered
 
-    def _of_shapes(self, name: str, lower: Callable[[compiled.MicroBatch], Any]) -> dict[str, Any]:
+    def _of_shapes(self, name: str, lower: Callable[[MicroBatch], Any]) -> dict[str, Any]:
         """A program for each shape of rows, the longest first; one alone needs no length in its name."""
         shapes = self._config.row_shapes
         names = [name] if len(shapes) == 1 else [f"{name}, rows of {shape.length}" for shape in shapes]
@@ -248,10 +253,10 @@ class Learner:
         rate, (whole, _) = self._rate(), self._prepared(batch, version_step, {})
         for minibatch in self._minibatches(whole, self._step):
             plan = self._planned(minibatch, ())
-            (gradients, of_critic), sums = self._gradients(self._accumulate, plan.micro_batches, self._critic.head)
+            gradients, sums = self._gradients(self._accumulate, plan.micro_batches, self._critic.head)
             gradient_of = partial(self._gradient_of, minibatch)
-            yield PlannedStep(self._decoder, self._state, minibatch.examples, gradients, rate, gradient_of)
-            self._applied(gradients, of_critic, rate, sums)
+            yield PlannedStep(self._decoder, self._state, minibatch.examples, gradients.policy, rate, gradient_of)
+            self._applied(gradients, rate, sums)
         self._end_update()
 
     def _gradient_of(self, minibatch: Minibatch, rollout_id: str, start: int, stop: int) -> Any:
@@ -260,8 +265,8 @@ class Learner:
         plan = self._plan(
             minibatch, [self._config.row_shape(length)], longest.keys() - {rollout_id}, span=(start, stop)
         )
-        (gradients, _), _ = self._gradients(self._accumulate, plan.micro_batches, self._critic.head)
-        return gradients
+        gradients, _ = self._gradients(self._accumulate, plan.micro_batches, self._critic.head)
+        return gradients.policy
 
     def score(
         self, examples: Sequence[RLExample], decoder: Decoder | None = None, entropy: bool = False
@@ -327,10 +332,10 @@ class Learner:
         warm_start = self._warm_start
         state = warm_start.begin(self._decoder)
         plan = plan_update(examples, _SUPERVISED, self._config.row_shapes, self._step)
-        (gradients, _), sums = self._gradients(warm_start.accumulate, plan.micro_batches)
+        gradients, sums = self._gradients(warm_start.accumulate, plan.micro_batches)
         rate = warm_start.learning_rate()
-        warm_start.state, applied = self._step_by(warm_start.apply, state, gradients, rate, sums.loss)
-        outcome = StepOutcome(sums, jax.device_get(applied), 0.0, 0.0, 0, 0, 0)
+        warm_start.state, applied = self._step_by(warm_start.apply, state, gradients, rate, sums)
+        outcome = StepOutcome(sums, applied, 0.0, 0.0, 0, 0, 0)
         self._count_skipped([outcome.applied])
         losses = {"train/tokens": float(sums.tokens), "train/loss": float(sums.loss)}
         return finite_only(losses, step_metrics([outcome]), rate_metrics(self._config.optimizer, rate))
@@ -385,7 +390,7 @@ class Learner:
         """Ids of those that take no part in forward passes, without an advantage; they count all the same."""
         if self._config.needs_every_sequence:
             return set()
-        return {example.rollout_ids[0] for example in examples if not compiled.has_advantage(example)}
+        return {example.rollout_ids[0] for example in examples if not has_advantage(example)}
 
     def _with_reference(self, examples: Sequence[RLExample], scoring_s: dict[str, float]) -> Sequence[RLExample]:
         """The examples with ℓ_ref, where the loss reads it; those of a batch that was scored before have it."""
@@ -482,30 +487,28 @@ class Learner:
     ) -> tuple[StepOutcome, UpdatePlan | None]:
         """One step; and what comes after it, packed and on the device, where it could be made meanwhile."""
         started, beside = time.perf_counter(), PackedBeside(following)
-        (gradients, of_critic), sums = self._gradients(
-            self._accumulate, plan.micro_batches, self._critic.head, beside.try_to_make
-        )
+        gradients, sums = self._gradients(self._accumulate, plan.micro_batches, self._critic.head, beside.try_to_make)
         differentiated = time.perf_counter()
-        applied = self._applied(gradients, of_critic, rate, sums)
+        applied = self._applied(gradients, rate, sums)
         times = differentiated - started, time.perf_counter() - differentiated
         tokens = sum(placement.stop - placement.start for placement in plan.placements)
         return StepOutcome(sums, applied, *times, tokens, *row_tokens_of(plan)), beside.plan
 
-    def _applied(self, gradients: Any, of_critic: Any, rate: float, sums: LossSums) -> AppliedUpdate:
+    def _applied(self, gradients: GradientSums, rate: float, sums: LossSums) -> AppliedUpdate:
         """What the optimiser made of a step's gradients; parameters and states are new afterwards."""
-        self._state, applied = self._step_by(self._apply, self._state, gradients, rate, sums.loss)
-        applied = jax.device_get(applied)
-        self._critic.step(of_critic, sums.loss if applied.finite else np.float32(np.nan), self._step, self._total_steps)
+        self._state, applied = self._step_by(self._apply, self._state, gradients, rate, sums)
+        loss = sums.loss if applied.finite else np.float32(np.nan)
+        self._critic.step(gradients.critic, loss, self._step, self._total_steps)
         return applied
 
     def _step_by(
-        self, apply: Any, state: OptimizerState, gradients: Any, rate: float, loss: Any
+        self, apply: Any, state: OptimizerState, gradients: GradientSums, rate: float, sums: LossSums
     ) -> tuple[OptimizerState, AppliedUpdate]:
         """Replaces what trains; arrays that are frozen stay the very same, and are not copied either."""
         trained, rest = split_frozen(self.optimizer.frozen, self._decoder)
-        state, trained, applied = apply(trained, state, gradients, np.float32(rate), loss)
+        state, trained, applied = apply(trained, state, gradients.policy, np.float32(rate), sums.loss)
         self._decoder = join_frozen(trained, rest)
-        return state, applied
+        return state, AppliedUpdate._make(np.asarray(applied))
 
     def _planned(self, minibatch: Minibatch, left_out: Collection[str], step: int | None = None) -> UpdatePlan:
         """Micro-batches of an update's shapes, without those that need no forward pass; of this update or another."""
@@ -543,22 +546,22 @@ class Learner:
     def _gradients(
         self,
         accumulate: Any,
-        micro_batches: Sequence[compiled.MicroBatch],
+        micro_batches: Sequence[MicroBatch],
         critic: ValueHead | None = None,
         meanwhile: Callable[[], object] = lambda: None,
-    ) -> tuple[tuple[Any, Any], compiled.LossSums]:
-        """Gradients of the policy and a value head (on the device), and sums (on the host), of all micro-batches.
+    ) -> tuple[GradientSums, LossSums]:
+        """Gradients (on the device) and sums (on the host) of all micro-batches.
 
         `meanwhile` is called once the device has begun with each of them.
         """
-        so_far, begun = self._zeros(self._decoder, critic=critic), list[jax.Array]()
+        so_far, sums, begun = self._zeros(self._decoder, critic=critic), _NO_SUMS, deque[jax.Array]()
         for micro_batch in micro_batches:
-            so_far = accumulate(self._decoder, so_far, micro_batch, critic=critic)
-            begun.append(so_far.sums.loss + 0)  # the next one takes the sum itself
+            so_far, of_micro_batch = accumulate(self._decoder, so_far, micro_batch, critic=critic)
+            begun.append(of_micro_batch)
             meanwhile()
             if len(begun) > self._ahead_of_device:  # so that an engine on this device gets its turns
-                begun.pop(0).block_until_ready()
-        return (so_far.gradients, so_far.critic), jax.device_get(so_far.sums)
+                sums = sums + np.asarray(begun.popleft())  # which waits for it
+        return so_far, LossSums._make(sum(map(np.asarray, begun), sums))
 
     def _count_skipped(self, applied: Sequence[AppliedUpdate]) -> None:
         most = self._config.max_non_finite_updates

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 
 from penstock.learner.config import OptimizerConfig
+from penstock.learner.micro_batches import UpdatePlan
 from penstock.learner.optimizer import AppliedUpdate
-from penstock.learner.step import LossSums, UpdatePlan
+from penstock.learner.step import LossSums
 from penstock.types import NonFiniteError, TrainingBatch
 
 
@@ -108,7 +109,7 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
 
 def row_tokens_of(plan: UpdatePlan) -> tuple[int, int]:
     """Positions of the rows that hold a sequence, and of all rows."""
-    shapes = [batch.tokens.shape for batch in plan.micro_batches]
+    shapes = [batch.integers.shape[1:] for batch in plan.micro_batches]
     lengths = [length for rows, length in shapes for _ in range(rows)]
     return sum(lengths[row] for row in {placement.row for placement in plan.placements}), sum(lengths)
 

@@ -55,11 +55,11 @@ class OptimizerState(NamedTuple):
 
 
 class AppliedUpdate(NamedTuple):
-    """What one optimiser step came to.
+    """What one optimiser step came to; from the device it comes as one array, in this order.
 
     Attributes:
         grad_norm: Before clipping.
-        finite: False where the step was skipped.
+        finite: False, or 0, where the step was skipped.
         changed_fraction: Of the parameters that train, how many are another number in the model's dtype than before.
     """
 
@@ -248,12 +248,13 @@ def applier(config: OptimizerConfig, platform: str = "", dtype: str = "") -> Any
     """`apply_gradients`, compiled; for that platform and dtype of the model, where they are told.
 
     State and gradients are donated; parameters are not, because an engine may be reading them. What it returns begins
-    with the state: XLA's results take the place of donated arrays in this order, each of the first that has its shape.
+    with the state: XLA's results take the place of donated arrays in this order, each of the first that has its shape;
+    and ends with an `AppliedUpdate` as one array.
     """
 
-    def state_first(*arguments: Any) -> tuple[OptimizerState, PyTree, AppliedUpdate]:
+    def state_first(*arguments: Any) -> tuple[OptimizerState, PyTree, Float32[Array, "3"]]:
         parameters, state, applied = apply_gradients(config, *arguments)
-        return state, parameters, applied
+        return state, parameters, jnp.stack(applied)
 
     light = light_compilation(platform, dtype, newer_fusions=True)
     return jax.jit(state_first, donate_argnums=(1, 2), compiler_options=light)
@@ -455,8 +456,10 @@ def beside_base(config: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
     return config.model_copy(update={"frozen": (*config.frozen, *model.still)})
 
 
-def split_frozen(frozen: Sequence[str], tree: Tree) -> tuple[Tree, Tree]:
+def split_frozen(frozen: Sequence[str], tree: Tree) -> tuple[Tree, Tree | None]:
     """A tree of arrays in two of its shape: what trains and what is frozen, each None where the other has an array.
+
+    The second is None as a whole where nothing is frozen.
 
     A gradient with respect to the first alone costs nothing for the second.
 
@@ -464,6 +467,8 @@ def split_frozen(frozen: Sequence[str], tree: Tree) -> tuple[Tree, Tree]:
         frozen: Patterns of names.
         tree: Parameters, or anything with their names.
     """
+    if not frozen:
+        return tree, None
     rest, trained = _split(lambda name, _: _matches(name, frozen), tree)
     return trained, rest
 
@@ -474,9 +479,9 @@ def _split(chosen: Callable[[str, Any], bool], tree: Tree) -> tuple[Tree, Tree]:
     return eqx.partition(tree, mask)
 
 
-def join_frozen(trained: Tree, rest: Tree) -> Tree:
+def join_frozen(trained: Tree, rest: Tree | None) -> Tree:
     """The tree that `split_frozen` was given."""
-    return eqx.combine(trained, rest)
+    return trained if rest is None else eqx.combine(trained, rest)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

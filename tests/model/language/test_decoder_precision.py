@@ -15,7 +15,8 @@ from penstock.inference.dispatch import SlotRows
 from penstock.inference.scheduler import SlotTable
 from penstock.learner import LearnerConfig
 from penstock.learner.losses import LossInputs, TokenLoss, policy_token_loss
-from penstock.learner.step import ForwardOptions, LossOptions, accumulate, empty_micro_batch, head_outputs, zeros
+from penstock.learner.micro_batches import empty_micro_batch
+from penstock.learner.step import ForwardOptions, LossOptions, accumulate, head_outputs, zeros
 from penstock.model.language.precision import product, rounded
 
 OPTIONS = ForwardOptions(remat="layer", head_tile_tokens=7)

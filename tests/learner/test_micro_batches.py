@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.batch import RowShape, example_from_pair
 from penstock.learner import LossConfig
-from penstock.learner.step import (
+from penstock.learner.micro_batches import (
     MicroBatch,
     empty_micro_batch,
     has_advantage,
@@ -56,6 +56,7 @@ def test_every_loss_token_has_one_entry_and_its_predecessor_is_its_own_sequences
 @given(lengths_of)
 def test_shapes_never_depend_on_the_batch(lengths):
     expected = [(np.shape(a), a.dtype) for a in jax.tree.leaves(empty_micro_batch(*SHAPE))]
+    assert len(expected) == 3, "each costs a transfer"
     for plan in (
         plan_update(_examples(lengths), LossConfig(), SHAPE, 0),
         plan_scoring(_examples(lengths), SHAPE),
