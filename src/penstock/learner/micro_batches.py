@@ -236,7 +236,8 @@ def score_plan(plan: UpdatePlan, scoring: Callable[[MicroBatch], Any]) -> list[F
     """
     scores = list[np.ndarray]()
     for micro_batch in plan.micro_batches:
-        found, own = np.asarray(scoring(micro_batch)), jax.device_get(micro_batch)
+        found = np.asarray(scoring(micro_batch))
+        own = micro_batch._replace(integers=jax.device_get(micro_batch.integers))
         rows, count = np.zeros(own.tokens.shape, np.float32), int(own.count)
         rows.reshape(-1)[own.positions[:count]] = found[:count]
         scores.extend(rows)
