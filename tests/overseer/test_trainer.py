@@ -302,15 +302,18 @@ def test_a_write_that_fails_ends_the_training_and_is_raised_to_whoever_waits(tmp
 
 
 def test_a_full_disk_is_waited_for_by_the_writer_alone_and_a_stop_ends_that(tmp_path, monkeypatch):
-    it = Writing(tmp_path, monkeypatch, ["overseer.no_progress_s=0.05", "replay.store.full_disk_s=60"])
+    it = Writing(tmp_path, monkeypatch, ["overseer.no_progress_s=1", "replay.store.full_disk_s=60"])
     monkeypatch.setattr(trainer, "POLL_S", 0.01)
     it.error = OSError(errno.ENOSPC, "No space left on device", "step-4")
     it.open.set()
     it.writer.write_beside(4, Step(), None, {})
-    wait_until(lambda: it.events.count(("disk_full", None)) >= 2)  # longer than what a silent disk is given
+    wait_until(lambda: it.events.count(("disk_full", None)) >= 2)
     wait_until(lambda: "no room on the disk" in it.writer.no_room)
-    it.error = None
+    freed = threading.Timer(1.5, lambda: setattr(it, "error", None))  # longer than what a silent disk is given
+    freed.start()
     it.writer.wait()
+    assert it.error is None
+    freed.join(LIMIT_S)
     assert it.events[-1] == ("checkpoint", 4) and it.writer.no_room == ""
     it.error = OSError(errno.ENOSPC, "No space left on device", "step-8")
     it.writer.write_beside(8, Step(), None, {})
