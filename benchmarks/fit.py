@@ -168,11 +168,12 @@ def _pass_through(config: RunConfig, model: ModelConfig) -> None:
 
 def live_rows(engine: "EngineConfig", position: int) -> Any:
     """All slots, with so many tokens behind them and a dispatch before them."""
-    from penstock.inference.scheduler import SlotTable
+    from penstock.inference.dispatch import SlotRows
 
-    rows = SlotTable(engine.max_slots, engine.max_stop_token_ids).rows
-    rows["budget"][:], rows["positions"][:] = engine.steps_per_dispatch, position
-    return rows
+    whole = SlotRows.array(engine.max_slots, engine.max_stop_token_ids)
+    rows = SlotRows.of(whole)
+    rows.budget[:], rows.positions[:] = engine.steps_per_dispatch, position
+    return whole
 
 
 def batch_of(config: RunConfig, sequences: int, prompt: int, vocabulary: int = 2) -> Any:

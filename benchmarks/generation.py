@@ -41,7 +41,7 @@ from jax import Array
 from benchmarks.generation_table import add_options, compare
 from penstock.inference import EngineConfig, GenerationRequest, InferenceEngine
 from penstock.inference.decoding import KVCache, ServedWeights
-from penstock.inference.dispatch import HostSamples
+from penstock.inference.dispatch import HostSamples, SlotRows
 from penstock.inference.model_runner import ModelRunner
 from penstock.inference.scheduler import SlotTable
 from penstock.model.language import Decoder, ModelConfig, load_decoder
@@ -164,13 +164,14 @@ RATIO_SLOTS, SHORT, LONG = 32, 40, 1000
 RATIO_SHAPES = EngineConfig(max_slots=RATIO_SLOTS, max_seq_len=1024, prefill_lengths=(PROMPT_TOKENS, 256))
 
 
-def rows_of(table: SlotTable, lengths: list[int], **first: float) -> dict[str, np.ndarray]:
+def rows_of(table: SlotTable, lengths: list[int], **first: float) -> np.ndarray:
     """As the slots were after so many tokens each, with steps to go; `first` is what the first one asks for."""
-    rows = {name: array.copy() for name, array in table.rows.items()}
-    rows["positions"][: len(lengths)], rows["budget"][: len(lengths)] = lengths, RATIO_SHAPES.steps_per_dispatch
+    whole = table.whole.copy()
+    rows: Any = SlotRows.of(whole)
+    rows.positions[: len(lengths)], rows.budget[: len(lengths)] = lengths, RATIO_SHAPES.steps_per_dispatch
     for name, value in first.items():
-        rows[name][0] = value
-    return rows
+        rows.sampling[name][0] = value
+    return whole
 
 
 RANK = 16
@@ -224,10 +225,10 @@ def score_chunk(runner: ModelRunner, caches: list[KVCache]) -> None:
     caches[0], _ = runner.score(runner.weights, caches[0], text, LONG - len(text), 1.0)
 
 
-def all_top_p(table: SlotTable, lengths: list[int]) -> dict[str, np.ndarray]:
-    rows = rows_of(table, lengths)
-    rows["top_p"][:] = 0.9
-    return rows
+def all_top_p(table: SlotTable, lengths: list[int]) -> np.ndarray:
+    whole = rows_of(table, lengths)
+    SlotRows.of(whole).sampling["top_p"][:] = 0.9
+    return whole
 
 
 def print_ratios(repeats: int) -> None:

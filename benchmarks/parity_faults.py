@@ -185,7 +185,7 @@ class FaultyEngine(InferenceEngine):
         if self._fault in PROGRAMS:  # compiled now, or the version that suffers would have no evidence in time
             runner: Any = self._batch.runner
             runner._programs = _programs(self._fault)
-            for _, run in runner._first_runs(self._batch.slots.rows):
+            for _, run in runner._first_runs(self._batch.slots.whole):
                 run()
             runner.resize(runner._windows[0])
             if self._served.step < self._first:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.inference import GenerationRequest
+from penstock.inference.dispatch import SlotRows
 from penstock.types import Decoding, WeightVersion
 
 WAIT_S = 280.0
@@ -39,7 +40,7 @@ def watched_engine(start_engine, decoder, monkeypatch):
             extend(tokens, slot, start)
 
         def decoding(rows, alternatives):
-            done.append(("decode", np.flatnonzero(rows["budget"]).tolist()))
+            done.append(("decode", np.flatnonzero(SlotRows.of(rows).budget).tolist()))
             return decode(rows, alternatives)
 
         monkeypatch.setattr(runner, "extend", extending)

@@ -159,10 +159,10 @@ def test_the_window_follows_the_longest_sequence_that_is_live_or_kept(start_engi
 
 
 def rows_of(lengths, slots=6, budget=9):
-    rows = {name: array.copy() for name, array in SlotTable(slots, 2).rows.items()}
+    table = SlotTable(slots, 2)
     for slot, length in lengths.items():
-        rows["positions"][slot], rows["budget"][slot] = length, budget
-    return rows
+        table.rows.positions[slot], table.rows.budget[slot] = length, budget
+    return table.whole
 
 
 def test_the_program_of_a_dispatch_is_chosen_by_what_is_live_alone(decoder, config):
@@ -292,7 +292,7 @@ def test_the_digests_of_what_is_served_are_those_of_the_decoder(make_decoder, co
 
 def test_warm_up_leaves_the_smallest_window_and_touches_no_slot(decoder, config):
     runner = ModelRunner(decoder, config)
-    programs = list(runner.warm_up(SlotTable(config.max_slots, config.max_stop_token_ids).rows))
+    programs = list(runner.warm_up(SlotTable(config.max_slots, config.max_stop_token_ids).whole))
     assert runner.window == 16
     names = [program.name.partition(",")[0] for program in programs]
     # Prefills are of no window, and small enough for one number of rows; what they made is inserted into either. One

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.inference.decoding import Moves, append, create_cache, fork, insert, resize
+from penstock.inference.decoding import append, create_cache, fork, insert, moves_of, resize
 from penstock.inference.model_runner import ONE_DEVICE
 from penstock.model.language import ModelConfig
 
@@ -50,7 +50,7 @@ def assert_equal(found, expected):
 
 def test_insert_gives_all_samples_of_a_prompt_the_same_row_and_leaves_the_rest():
     before, prefilled = numbered(4, 6), jax.tree.map(jnp.negative, numbered(2, 3))
-    after = insert(before, prefilled, Moves.of({0: (1, 3), 2: (1, 3), 3: (0, 3)}, 4, 3))
+    after = insert(before, prefilled, jnp.asarray(moves_of({0: (1, 3), 2: (1, 3), 3: (0, 3)}, 4, 3)))
     expected = jax.tree.map(np.array, before)
     for array, rows in zip(jax.tree.leaves(expected), jax.tree.leaves(prefilled), strict=True):
         array[0, :, :3], array[2, :, :3], array[3, :, :3] = rows[1], rows[1], rows[0]
@@ -59,30 +59,30 @@ def test_insert_gives_all_samples_of_a_prompt_the_same_row_and_leaves_the_rest()
 
 def test_long_prompts_are_copied_by_pages_the_last_of_which_may_be_short():
     before, prefilled = numbered(2, 300), jax.tree.map(jnp.negative, numbered(1, 290))
-    moves = Moves.of({1: (0, 290)}, 2, 290)
-    assert int(moves.count) == 5 and moves.starts.tolist() == [0, 64, 128, 192, 256, 0, 0, 0, 0, 0]
+    moves = moves_of({1: (0, 290)}, 2, 290)
+    assert moves[1].tolist() == [1] * 5 + [-1] * 5 and moves[2, :5].tolist() == [0, 64, 128, 192, 256]
     expected = jax.tree.map(np.array, before)
     for array, rows in zip(jax.tree.leaves(expected), jax.tree.leaves(prefilled), strict=True):
         array[1, :, :290] = rows[0]
-    assert_equal(insert(before, prefilled, moves), expected)
+    assert_equal(insert(before, prefilled, jnp.asarray(moves)), expected)
 
 
 def test_fork_copies_the_pages_that_are_asked_for_and_nothing_else():
     before = numbered(3, 300)
-    after = fork(before, Moves.of({1: (0, 129), 2: (0, 5)}, 3, 300))
+    after = fork(before, jnp.asarray(moves_of({1: (0, 129), 2: (0, 5)}, 3, 300)))
     expected = jax.tree.map(np.array, before)
     for array in jax.tree.leaves(expected):
         array[1, :, :192], array[2, :, :64] = array[0, :, :192], array[0, :, :64]
     assert_equal(after, expected)
-    assert_equal(fork(before, Moves.of({}, 3, 300)), before)
+    assert_equal(fork(before, jnp.asarray(moves_of({}, 3, 300))), before)
 
 
 @pytest.mark.parametrize("program", ["fork", "insert"])
 def test_what_moves_entries_writes_into_the_donated_cache_and_copies_none(program):
     cache, prefilled = numbered(4, 300), numbered(2, 130)
     lowered = {
-        "fork": lambda: ONE_DEVICE.fork.lower(cache, Moves.of({}, 4, 300)),
-        "insert": lambda: ONE_DEVICE.insert.lower(cache, prefilled, Moves.of({}, 4, 130)),
+        "fork": lambda: ONE_DEVICE.fork.lower(cache, moves_of({}, 4, 300)),
+        "insert": lambda: ONE_DEVICE.insert.lower(cache, prefilled, moves_of({}, 4, 130)),
     }[program]()
     compiled = lowered.compile()
     held = sum(array.nbytes for array in jax.tree.leaves(cache))

@@ -7,10 +7,10 @@ import pytest
 
 from penstock.inference import GenerationRequest
 from penstock.inference.decoding import ServedWeights, create_cache, decode
-from penstock.inference.dispatch import SlotRows
+from penstock.inference.dispatch import HostSamples, SlotRows
 from penstock.model.language import Segments
 from penstock.model.language.config import YarnScaling
-from penstock.types import SAMPLING_FIELDS, Decoding
+from penstock.types import Decoding
 
 YARN = YarnScaling(factor=4.0, original_max_position_embeddings=16, attention_factor=1.2)
 FAMILIES = {
@@ -82,25 +82,21 @@ def test_few_rows_of_bfloat16_are_rounded_as_a_packed_row_is(make_decoder, start
 
 
 def rows_of(budget, stops):
-    slots = len(budget)
-    return SlotRows(
-        slots=jnp.arange(slots, dtype=jnp.int32),
-        tokens=jnp.arange(slots, dtype=jnp.int32),
-        positions=jnp.zeros(slots, jnp.int32),
-        budget=jnp.array(budget, jnp.int32),
-        seeds=jnp.arange(2 * slots, dtype=jnp.uint32).reshape(slots, 2),
-        sampling={name: jnp.full(slots, each.neutral, each.dtype) for name, each in SAMPLING_FIELDS.items()},
-        stop_token_ids=jnp.array(stops, jnp.int32)[:, None],
-    )
+    whole, slots = SlotRows.array(len(budget), 1), len(budget)
+    rows = SlotRows.of(whole)
+    rows.tokens[:], rows.budget[:], rows.seeds[:] = np.arange(slots), budget, np.arange(2 * slots).reshape(slots, 2)
+    rows.stop_token_ids[:, 0] = stops
+    return whole
 
 
 compiled_decode = jax.jit(decode, static_argnames="steps")
 
 
 def run(decoder, rows, steps=6):
-    cache = create_cache(decoder.config, rows.tokens.shape[0], 16)
+    slots = rows.shape[1]
+    cache = create_cache(decoder.config, slots, 16)
     cache, emitted = compiled_decode(ServedWeights.of(decoder), cache, rows, steps=steps)
-    return cache, jax.tree.map(np.asarray, emitted)
+    return cache, HostSamples.of(emitted, steps, np.arange(slots), slots)
 
 
 def test_a_row_stops_inside_a_dispatch_and_wastes_no_record(decoder):
@@ -125,7 +121,8 @@ def test_a_device_that_runs_ahead_takes_every_step_and_records_the_same(decoder,
     _, here = run(decoder, rows)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *given, default, **others: default(*given))
     program = jax.jit(decode, static_argnames="steps")
-    _, there = program(ServedWeights.of(decoder), create_cache(decoder.config, 3, 16), rows, steps=6)
+    _, emitted = program(ServedWeights.of(decoder), create_cache(decoder.config, 3, 16), rows, steps=6)
+    there = HostSamples.of(emitted, 6, np.arange(3), 3)
     assert there.count.tolist() == here.count.tolist() == [2, 4, 0]
     for row, count in enumerate(here.count):
         np.testing.assert_array_equal(there.tokens[:count, row], here.tokens[:count, row])

@@ -40,9 +40,9 @@ def test_a_parameter_goes_from_its_key_over_the_wire_into_a_slot_and_a_row(name,
     table = SlotTable(slots=2, max_stop_token_ids=1)
     table.assign(Response.of(PendingRequest(GenerationRequest(prompt, received, 3), (2,), 5), 0, codec))
     neutral = SAMPLING_FIELDS[name].neutral
-    assert table.rows[name].tolist() == [VALUES[name], neutral]
+    assert table.rows.sampling[name].tolist() == [VALUES[name], neutral]
     table.release(0)
-    assert table.rows[name].tolist() == [neutral, neutral]
+    assert table.rows.sampling[name].tolist() == [neutral, neutral]
 
     one, logprobs = np.array([4], np.int32), np.array([-1.0], np.float32)
     rollout = Rollout(

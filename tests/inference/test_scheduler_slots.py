@@ -32,18 +32,18 @@ def test_assigning_writes_what_the_device_needs(table, make_response):
     slot = table.assign(make_response(max_tokens=5, temperature=0.5, top_k=7, top_p=0.9))
     rows = table.rows
     assert slot == 0
-    assert {name: rows[name][0].tolist() for name in ("tokens", "positions", "budget", "top_k")} == {
-        "tokens": 9, "positions": 2, "budget": 5, "top_k": 7,
-    }  # fmt: skip
-    assert rows["temperature"][0] == np.float32(0.5) and rows["top_p"][0] == np.float32(0.9)
-    assert rows["stop_token_ids"][0].tolist() == [50, -1, -1, -1]
+    assert [column[0] for column in (rows.tokens, rows.positions, rows.budget)] == [9, 2, 5]
+    asked = rows.sampling["top_k"][0], rows.sampling["temperature"][0], rows.sampling["top_p"][0]
+    assert asked == (7, np.float32(0.5), np.float32(0.9))
+    assert rows.stop_token_ids[0].tolist() == [50, -1, -1, -1]
     seed = fold(2, 1)
-    assert (int(rows["seeds"][0, 0]) << 32) + int(rows["seeds"][0, 1]) == seed
+    assert (int(rows.seeds[0, 0]) << 32) + int(rows.seeds[0, 1]) == seed
 
 
 def test_what_is_not_asked_for_is_the_neutral_value(table, make_response):
     table.assign(make_response())
-    assert table.rows["top_k"].tolist() == [2**31 - 1] * 3 and table.rows["top_p"].tolist() == [1, 1, 1]
+    asked = table.rows.sampling
+    assert asked["top_k"].tolist() == [2**31 - 1] * 3 and asked["top_p"].tolist() == [1, 1, 1]
 
 
 def test_the_lowest_free_slot_is_taken(table, make_response):
@@ -56,8 +56,8 @@ def test_the_lowest_free_slot_is_taken(table, make_response):
 
 def test_a_released_slot_is_dead_and_asks_for_nothing(table, make_response):
     table.release(table.assign(make_response(temperature=0.0, top_k=3, top_p=0.2)))
-    rows = table.rows
-    assert (rows["budget"][0], rows["temperature"][0], rows["top_k"][0], rows["top_p"][0]) == (0, 1, 2**31 - 1, 1)
+    asked = (table.rows.sampling[name][0] for name in ("temperature", "top_k", "top_p"))
+    assert table.rows.budget[0] == 0 and tuple(asked) == (1, 2**31 - 1, 1)
 
 
 def test_advance_takes_what_was_sampled_and_says_why_responses_ended(table, make_response):
@@ -70,7 +70,7 @@ def test_advance_takes_what_was_sampled_and_says_why_responses_ended(table, make
     assert going.tokens == [4, 5, 6] and going.versions == [WeightVersion(1, 4)] * 3
     assert going.logprobs == pytest.approx([-0.4, -0.5, -0.6])
     rows = table.rows
-    assert (rows["tokens"][2], rows["positions"][2], rows["budget"][2]) == (6, 5, 6)
+    assert (rows.tokens[2], rows.positions[2], rows.budget[2]) == (6, 5, 6)
 
 
 def test_reach_is_the_longest_live_sequence_after_a_dispatch(table, make_response):

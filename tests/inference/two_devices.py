@@ -12,10 +12,9 @@ from tests.inference.test_model_runner import CompilationCounter
 from tests.inference.test_model_runner_decoding import FAMILIES, packed_logprobs
 
 from penstock.inference import GenerationRequest
-from penstock.inference.decoding import Moves
+from penstock.inference.decoding import moves_of
 from penstock.inference.dispatch import SlotRows
 from penstock.inference.model_runner import ModelRunner, ModelSplit
-from penstock.inference.scheduler import SlotTable
 from penstock.model.arrays import digests_of
 from penstock.model.language import named_arrays
 from penstock.types import ConfigError, Decoding, WeightVersion
@@ -119,7 +118,7 @@ def collectives(program, *arguments, **fixed):
 def test_sums_and_scores_cross_between_devices_but_never_weights_or_cache(make_decoder, split):
     runner = ModelRunner(make_decoder(vocab_size=258), split)
     programs, weights, cache = runner._programs, runner._weights, runner._cache
-    rows = SlotRows.of(SlotTable(4, 8).rows)
+    rows = SlotRows.array(4, 8)
     # Two layers with two sums each, the embedding's rows from whoever holds them, and the scores.
     assert collectives(programs.decode, weights, cache, rows, steps=4) == {
         ("f32[4,32]", "all-reduce"): 5, ("f32[4,258]", "all-gather"): 1,
@@ -127,8 +126,8 @@ def test_sums_and_scores_cross_between_devices_but_never_weights_or_cache(make_d
     tokens = np.zeros((2, 8), np.int32)
     assert sum(collectives(programs.prefill, weights, tokens).values()) == 3  # of the last layer only keys and values
     prefilled = programs.prefill(weights, tokens)
-    assert collectives(programs.insert, cache, prefilled, Moves.of({0: (1, 8)}, 4, 8)) == {}
-    assert collectives(programs.fork, cache, Moves.of({0: (1, 8)}, 4, 16)) == {}
+    assert collectives(programs.insert, cache, prefilled, moves_of({0: (1, 8)}, 4, 8)) == {}
+    assert collectives(programs.fork, cache, moves_of({0: (1, 8)}, 4, 16)) == {}
     assert collectives(programs.resize, cache.keys[0], window=64) == {}
 
 

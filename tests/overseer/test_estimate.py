@@ -11,7 +11,6 @@ from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import ServedWeights, create_cache
 from penstock.inference.dispatch import SlotRows
 from penstock.inference.model_runner import ONE_DEVICE
-from penstock.inference.scheduler import SlotTable
 from penstock.learner import step
 from penstock.learner.config import LearnerConfig
 from penstock.learner.micro_batches import empty_micro_batch
@@ -267,7 +266,7 @@ def test_prefill_and_decoding_take_what_the_compiler_allots(shapes):
     weights = jax.eval_shape(ServedWeights.of, decoder)
     cache = jax.eval_shape(lambda: create_cache(model, sizes["slots"], sizes["window"]))
     run: Any = ONE_DEVICE
-    decoding = peak_bytes(run.decode.lower(weights, cache, SlotRows.of(SlotTable(sizes["slots"], 8).rows), steps=8))
+    decoding = peak_bytes(run.decode.lower(weights, cache, SlotRows.array(sizes["slots"], 8), steps=8))
     estimate = estimate_memory(
         model, EngineConfig(max_slots=sizes["slots"], max_seq_len=sizes["window"]), LearnerConfig()
     )

@@ -90,35 +90,24 @@ def resize(
     return jnp.pad(cached, ((0, 0), (0, 0), (0, extra), (0, 0))) if extra > 0 else cached[:, :, :window]
 
 
-class Moves(NamedTuple):
-    """Which pages of cached entries are copied where, one after the other.
+Moves = Int32[Array, "3 moves"]
+"""Which pages of cached entries are copied where, one after the other: row or slot that each is read from, slot that it
+is written to, its first position there and here. Behind the last the slot is −1."""
 
-    Attributes:
-        sources: Row or slot that each is read from.
-        targets: Slot that it is written to.
-        starts: Its first position, there and here.
-        count: How many there are; what the arrays hold beyond is not read.
+
+def moves_of(sources: Mapping[int, tuple[int, int]], slots: int, length: int) -> Int32[np.ndarray, "3 moves"]:
+    """The pages of positions that slots take from elsewhere.
+
+    Args:
+        sources: By target: the source, and how many positions.
+        slots: How many slots the cache has.
+        length: Positions of the arrays that are read.
     """
-
-    sources: Int32[Array, " moves"]
-    targets: Int32[Array, " moves"]
-    starts: Int32[Array, " moves"]
-    count: Int32[Array, ""]
-
-    @classmethod
-    def of(cls, sources: Mapping[int, tuple[int, int]], slots: int, length: int) -> "Moves":
-        """The pages of positions that slots take from elsewhere, on the device.
-
-        Args:
-            sources: By target: the source, and how many positions.
-            slots: How many slots the cache has.
-            length: Positions of the arrays that are read.
-        """
-        size = page_positions(length)
-        pages = [(row, slot, at) for slot, (row, reach) in sources.items() for at in range(0, reach, size)]
-        found = np.zeros((3, slots * -(-length // size)), np.int32)
-        found[:, : len(pages)] = np.array(pages, np.int32).reshape(-1, 3).T
-        return cls(*jax.device_put((*found, np.int32(len(pages)))))
+    size = page_positions(length)
+    pages = [(row, slot, at) for slot, (row, reach) in sources.items() for at in range(0, reach, size)]
+    found = np.full((3, slots * -(-length // size)), -1, np.int32)
+    found[:, : len(pages)] = np.array(pages, np.int32).reshape(-1, 3).T
+    return found
 
 
 def insert(cache: KVCache, prefilled: KVCache, moves: Moves) -> KVCache:
@@ -135,7 +124,7 @@ def insert(cache: KVCache, prefilled: KVCache, moves: Moves) -> KVCache:
     def move(number: Array, into: KVCache) -> KVCache:
         return jax.tree.map(lambda held, new: _moved(held, new, moves, number), into, prefilled)
 
-    return lax.fori_loop(0, moves.count, move, cache)
+    return lax.fori_loop(0, jnp.sum(moves[1] >= 0), move, cache)
 
 
 def fork(cache: KVCache, moves: Moves) -> KVCache:
@@ -144,15 +133,16 @@ def fork(cache: KVCache, moves: Moves) -> KVCache:
     def move(number: Array, into: KVCache) -> KVCache:
         return jax.tree.map(lambda held: _moved(held, held, moves, number), into)
 
-    return lax.fori_loop(0, moves.count, move, cache)
+    return lax.fori_loop(0, jnp.sum(moves[1] >= 0), move, cache)
 
 
-def _moved(into: Array, source: Array, moves: Moves, number: Array) -> Array:
-    _, kv_heads, length, head_dim = source.shape
+def _moved(into: Array, held: Array, moves: Moves, number: Array) -> Array:
+    _, kv_heads, length, head_dim = held.shape
     size = page_positions(length)
-    start = jnp.minimum(moves.starts[number], length - size)
-    page = lax.dynamic_slice(source, (moves.sources[number], 0, start, 0), (1, kv_heads, size, head_dim))
-    return lax.dynamic_update_slice(into, page, (moves.targets[number], 0, start, 0))
+    source, target, start = moves[:, number]
+    start = jnp.minimum(start, length - size)
+    page = lax.dynamic_slice(held, (source, 0, start, 0), (1, kv_heads, size, head_dim))
+    return lax.dynamic_update_slice(into, page, (target, 0, start, 0))
 
 
 class ServedWeights(eqx.Module):
@@ -244,24 +234,27 @@ class _Progress(NamedTuple):
 def decode(
     weights: ServedWeights,
     cache: KVCache,
-    rows: SlotRows,
+    given: Int32[Array, "fields rows"],
     steps: int,
     kernel: DecodeKernel = "dense",
     alternatives: int = 0,
     truncated: bool = True,
-) -> tuple[KVCache, DeviceSamples]:
+) -> tuple[KVCache, Int32[Array, "fields_emitted rows"]]:
     """Runs up to `steps` decode steps for every live row.
 
     Args:
         weights: Those that are served.
         cache: The entries of all slots.
-        rows: One per slot and in their order for ``dense``; any slots, each once, for ``ragged``.
+        given: `SlotRows`, one per slot and in their order for ``dense``; any slots, each once, for ``ragged``.
         steps: At most so many in one dispatch.
         kernel: What computes attention.
         alternatives: How many of the most probable tokens are recorded at each step.
         truncated: As of `sample`.
+
+    Returns:
+        The cache, and `DeviceSamples` in one array.
     """
-    count = rows.tokens.shape[0]
+    rows, count = SlotRows.of(given), given.shape[1]
     # Of all steps before the first: in a step XLA would compute the angles again for each layer, and what is random
     # is a loop of many small programs.
     ahead = rows.positions + jnp.arange(steps, dtype=jnp.int32)[:, None]
@@ -293,7 +286,7 @@ def decode(
         cpu=lambda progress: lax.while_loop(unfinished, advance, progress),
         default=lambda progress: lax.fori_loop(0, steps, lambda _, so_far: advance(so_far), progress),
     )
-    return end.cache, end.emitted
+    return end.cache, end.emitted.array()
 
 
 def _record(

@@ -1,20 +1,17 @@
 """What one dispatch of decode steps is given and what it returns, on the device and in host memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, Int64, UInt32
 
 from penstock.types import SAMPLING_FIELDS, Alternatives
 
-HostRows = Mapping[str, np.ndarray]
-"""The fields of `SlotRows`, and those of `SlotRows.sampling`, by name in host memory."""
-
 
 class SlotRows(NamedTuple):
-    """State of slots between two dispatches, and what their requests ask for.
+    """State of slots between two dispatches, and what their requests ask for; parts of one array, see `of`.
 
     Attributes:
         slots: Which slot of the cache each row is.
@@ -35,22 +32,36 @@ class SlotRows(NamedTuple):
     stop_token_ids: Int32[Array, "rows stops"]
 
     @classmethod
-    def of(cls, rows: HostRows) -> Any:
-        """As a program takes them, which may read them where they are: until it has ended they stay as they are.
+    def of(cls, whole: Any) -> Any:
+        """What the one array that a program is given holds of each slot: in host memory views of it, to be written to.
 
-        In host memory: to put each on the device before takes longer than the call that takes them along.
+        One, because each argument of a program costs a transfer, and a wait for the interpreter where other threads
+        are busy.
+
+        Args:
+            whole: int32 [fields, rows], from `array`.
         """
-        given: dict[str, Any] = dict(rows)
-        sampling = {name: given.pop(name) for name in SAMPLING_FIELDS}
-        return cls(**given, sampling=sampling)
+        sampling = zip(SAMPLING_FIELDS.items(), whole[_BEFORE : _BEFORE + len(SAMPLING_FIELDS)], strict=True)
+        return cls(
+            *whole[: _BEFORE - 2],
+            seeds=whole[_BEFORE - 2 : _BEFORE].view(np.uint32).T,
+            sampling={name: column.view(each.dtype) for (name, each), column in sampling},
+            stop_token_ids=whole[_BEFORE + len(SAMPLING_FIELDS) :].T,
+        )
 
-    @classmethod
-    def shapes(cls, rows: int, stops: int) -> Any:
-        """Of that many rows, without arrays: what a program is lowered for."""
-        whole, seeds = jax.ShapeDtypeStruct((rows,), np.int32), jax.ShapeDtypeStruct((rows, 2), np.uint32)
-        sampling = {name: jax.ShapeDtypeStruct((rows,), each.dtype) for name, each in SAMPLING_FIELDS.items()}
-        given: Any = (whole, whole, whole, whole, seeds, sampling, jax.ShapeDtypeStruct((rows, stops), np.int32))
-        return cls._make(given)
+    @staticmethod
+    def array(slots: int, stops: int) -> Int32[np.ndarray, "fields slots"]:
+        """Of slots that are not live, in host memory; a program may read it where it is, until it has ended."""
+        whole = np.zeros((_BEFORE + len(SAMPLING_FIELDS) + stops, slots), np.int32)
+        rows = SlotRows.of(whole)
+        rows.slots[:], rows.stop_token_ids[:] = np.arange(slots), -1
+        for name, each in SAMPLING_FIELDS.items():
+            rows.sampling[name][:] = each.neutral
+        return whole
+
+
+_BEFORE = 6
+"""Rows of a `SlotRows` array before those of its sampling; of the seeds two."""
 
 
 class TextScores(NamedTuple):
@@ -86,6 +97,13 @@ class DeviceSamples(NamedTuple):
     top_tokens: Int32[Array, "steps alternatives rows"] | None = None
     top_logprobs: Float32[Array, "steps alternatives rows"] | None = None
 
+    def array(self) -> Int32[Array, "fields rows"]:
+        """All of it in one, which is one transfer; `HostSamples.of` takes it apart."""
+        parts = [self.count[None], self.tokens, self.logprobs]
+        if self.top_tokens is not None and self.top_logprobs is not None:
+            parts += [each.reshape(-1, self.count.size) for each in (self.top_tokens, self.top_logprobs)]
+        return jnp.concatenate([part.view(jnp.int32) for part in parts])
+
 
 class HostSamples(NamedTuple):
     """`DeviceSamples` in host memory, a column per slot."""
@@ -95,6 +113,27 @@ class HostSamples(NamedTuple):
     count: np.ndarray
     top_tokens: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, emitted: Int32[Array, "fields rows"], steps: int, chosen: np.ndarray, slots: int) -> "HostSamples":
+        """Waits for a dispatch and fetches its result.
+
+        Args:
+            emitted: `DeviceSamples.array` of the rows that ran.
+            steps: Of the dispatch, at most.
+            chosen: The slot of each row.
+            slots: How many there are; those that did not run sampled nothing.
+        """
+        found = fetched = np.asarray(emitted)
+        if len(chosen) < slots:
+            found = np.zeros((len(fetched), slots), np.int32)
+            found[:, chosen] = fetched
+        count, tokens, logprobs, top = np.split(found, [1, 1 + steps, 1 + 2 * steps])
+        sampled = tokens, logprobs.view(np.float32), count[0]
+        if not top.size:
+            return cls(*sampled)
+        top_tokens, top_logprobs = top.reshape(2, steps, -1, slots)
+        return cls(*sampled, top_tokens, top_logprobs.view(np.float32))
 
     def alternatives(self, slot: int) -> Alternatives | None:
         """Of what that slot sampled; None where the dispatch has none."""
@@ -107,26 +146,9 @@ class HostSamples(NamedTuple):
 _NEUTRAL = {name: each.neutral for name, each in SAMPLING_FIELDS.items() if each.truncates}
 
 
-def truncates(rows: HostRows) -> bool:
+def truncates(rows: SlotRows) -> bool:
     """Whether a live row asks that tokens be left out."""
-    return any(((rows[name] != neutral) & (rows["budget"] > 0)).any() for name, neutral in _NEUTRAL.items())
-
-
-def to_host(emitted: DeviceSamples, chosen: np.ndarray, slots: int) -> HostSamples:
-    """Waits for a dispatch and fetches its result.
-
-    Args:
-        emitted: Of the rows that ran.
-        chosen: The slot of each.
-        slots: How many there are; those that did not run sampled nothing.
-    """
-    fetched = [np.asarray(array) for array in emitted if array is not None]
-    if len(chosen) == slots:  # all, in order
-        return HostSamples(*fetched)
-    found = [np.zeros((*array.shape[:-1], slots), array.dtype) for array in fetched]
-    for whole, part in zip(found, fetched, strict=True):
-        whole[..., chosen] = part
-    return HostSamples(*found)
+    return any(bool(((rows.sampling[name] != neutral) & (rows.budget > 0)).any()) for name, neutral in _NEUTRAL.items())
 
 
 class PrefixIndex:

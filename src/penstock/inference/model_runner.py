@@ -35,18 +35,18 @@ from penstock.inference.config import EngineConfig, check_divides
 from penstock.inference.decoding import (
     DecodeKernel,
     KVCache,
-    Moves,
     ServedWeights,
     create_cache,
     decode,
     extend,
     fork,
     insert,
+    moves_of,
     prefill,
     resize,
     score,
 )
-from penstock.inference.dispatch import HostRows, HostSamples, SlotRows, to_host, truncates
+from penstock.inference.dispatch import HostSamples, SlotRows, truncates
 from penstock.inference.sequence import MOST_ALTERNATIVES
 from penstock.model.arrays import are_shapes
 from penstock.model.language import Decoder, ModelConfig
@@ -270,7 +270,7 @@ class ModelRunner:
 
     def insert(self, entries: KVCache, rows: Mapping[int, tuple[int, int]]) -> None:
         """Copies entries of another cache, whose window is not longer, into slots: of which row, and how many."""
-        moves = Moves.of(rows, self._config.max_slots, entries.window)
+        moves = moves_of(rows, self._config.max_slots, entries.window)
         self._cache = self._programs.insert(self._cache, entries, moves)
 
     @property
@@ -312,14 +312,15 @@ class ModelRunner:
             if rows < slots or len(reaches(window)) > _FEW_REACHES:
                 yield _RAGGED.format(rows, window), rows, "ragged"
 
-    def _decode_shape(self, rows: HostRows) -> tuple[str, int, DecodeKernel]:
+    def _decode_shape(self, whole: Int32[np.ndarray, "fields slots"]) -> tuple[str, int, DecodeKernel]:
         """That of the program for what is live: a function of that, and of whether the weights are the first."""
-        slots, window, live = self._config.max_slots, self.window, rows["budget"] > 0
+        slots, window, rows = self._config.max_slots, self.window, SlotRows.of(whole)
+        live = rows.budget > 0
         if self.first and self._config.all_rows_at_first:
             return _DECODE.format(window), slots, "dense"
         count = next(b for b in self._config.decode_buckets if b >= live.sum()) if self._by_rows else slots
         sizes = np.array(reaches(window))
-        ends = (rows["positions"] + np.minimum(rows["budget"], self._steps))[live]
+        ends = (rows.positions + np.minimum(rows.budget, self._steps))[live]
         read, whole = int(sizes[np.searchsorted(sizes, np.minimum(ends, window))].sum()), window * slots
         if count == slots and (3 * read > 2 * whole or len(sizes) <= _FEW_REACHES or not self._by_rows):
             return _DECODE.format(window), slots, "dense"
@@ -332,7 +333,7 @@ class ModelRunner:
             sources: By slot: the one whose entries it takes, which is itself no key, and how many.
         """
         self._need(_FORK.format(self.window))
-        moves = Moves.of(sources, self._config.max_slots, self.window)
+        moves = moves_of(sources, self._config.max_slots, self.window)
         self._cache = self._programs.fork(self._cache, moves)
 
     def wait(self) -> float:
@@ -340,37 +341,39 @@ class ModelRunner:
         jax.block_until_ready(self._cache)
         return time.monotonic()
 
-    def decode(self, rows: HostRows, alternatives: bool = False) -> HostSamples:
+    def decode(self, whole: Int32[np.ndarray, "fields slots"], alternatives: bool = False) -> HostSamples:
         """Runs one dispatch and waits for it.
 
         Args:
-            rows: Of every slot.
+            whole: `SlotRows` of every slot.
             alternatives: Whether the most probable tokens are told; by programs of their own, as truncation may be.
         """
-        rarely = not self._config.always_truncates and truncates(rows)
+        rarely = not self._config.always_truncates and truncates(SlotRows.of(whole))
         form = _BESIDE if alternatives else _TRUNCATING if rarely else "{}"
-        shape = best = self._decode_shape(rows)
+        shape = best = self._decode_shape(whole)
         # Not where what is computed must not hang on when something was compiled.
         lazy = self._lazy if form == "{}" and not self._config.forgets else None
         if lazy is not None and lazy.compiled_s(best[0]) is None:
             wider = {each[0]: each for each in self._decode_shapes(self.window) if each[1] >= best[1]}
             shape = wider[lazy.at_hand(best[0], sorted(wider, key=lambda name: wider[name][1]))]
         started = time.monotonic()
-        sampled = self._decode(rows, *shape, form)
+        sampled = self._decode(whole, *shape, form)
         if lazy is not None and shape != best:
             lazy.note_replaced(best[0], shape[0], time.monotonic() - started)
         return sampled
 
-    def _decode(self, rows: HostRows, name: str, count: int, kernel: DecodeKernel, form: str = "{}") -> HostSamples:
+    def _decode(
+        self, whole: Int32[np.ndarray, "fields slots"], name: str, count: int, kernel: DecodeKernel, form: str = "{}"
+    ) -> HostSamples:
         if form == "{}":
             self._need(name)
         else:
             self.need_rare(form.format(name))
-        slots = len(rows["budget"])
-        chosen = np.sort(np.argsort(rows["budget"] == 0, kind="stable")[:count])  # what is live, then the first idle
-        given = SlotRows.of(rows if count == slots else {field: array[chosen] for field, array in rows.items()})
+        slots, idle = whole.shape[1], SlotRows.of(whole).budget == 0
+        chosen = np.sort(np.argsort(idle, kind="stable")[:count])  # what is live, then the first idle
+        given = whole if count == slots else whole[:, chosen]
         self._cache, emitted = self._programs.decode(self._weights, self._cache, given, **self._how(kernel, form))
-        return to_host(emitted, chosen, slots)
+        return HostSamples.of(emitted, self._steps, chosen, slots)
 
     def _how(self, kernel: DecodeKernel, form: str = "{}") -> dict[str, Any]:
         """Static arguments of a program of decoding; all of them: what is left out is another key of JAX's."""
@@ -422,7 +425,7 @@ class ModelRunner:
         start, temperature = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.float32)
 
         def decodes(window: int, count: int, kernel: DecodeKernel, form: str) -> object:
-            cache, rows = self._cache_shape(config.max_slots, window), SlotRows.shapes(count, config.max_stop_token_ids)
+            cache, rows = self._cache_shape(config.max_slots, window), SlotRows.array(count, config.max_stop_token_ids)
             return run.decode.lower(self._weights, cache, rows, **self._how(kernel, form)).compile()
 
         def scores(window: int) -> object:
@@ -431,7 +434,7 @@ class ModelRunner:
 
         def keeps(text: int, window: int) -> object:
             cache, scored = self._cache_shape(config.max_slots, window), self._cache_shape(1, text)
-            return run.insert.lower(cache, scored, Moves.of({}, config.max_slots, text)).compile()
+            return run.insert.lower(cache, scored, moves_of({}, config.max_slots, text)).compile()
 
         found: dict[str, Callable[[], object]] = {}
         for number, window in enumerate(self._windows):
@@ -490,7 +493,7 @@ class ModelRunner:
         if self._lazy is not None:
             self._lazy.need(*names)
 
-    def warm_up(self, idle_rows: HostRows) -> Iterator[CompiledProgram]:
+    def warm_up(self, idle_rows: Int32[np.ndarray, "fields slots"]) -> Iterator[CompiledProgram]:
         """Compiles every program in every shape, the smallest first, and then runs each with slots that are not live.
 
         On one device they are compiled side by side. Over several, where a program's arguments lie is known when it
@@ -522,21 +525,21 @@ class ModelRunner:
         caches = {window: self._cache_shape(config.max_slots, window) for window in self._windows}
         for window, cache in caches.items():
             for name, count, kernel in self._decode_shapes(window):
-                rows = SlotRows.shapes(count, config.max_stop_token_ids)
+                rows = SlotRows.array(count, config.max_stop_token_ids)
                 found[name] = functools.partial(run.decode.lower, weights, cache, rows, **self._how(kernel))
             for count, length in self._prefill_shapes(window):
                 tokens, prefilled = np.zeros((count, length), np.int32), self._cache_shape(count, length)
                 lower = functools.partial(run.prefill.lower, weights, tokens, kernel=self._prefill_kernel(length))
                 found.setdefault(_PREFILL.format(count, length), lower)
                 found[_INSERT.format(count, length, window)] = functools.partial(
-                    run.insert.lower, cache, prefilled, Moves.of({}, config.max_slots, length)
+                    run.insert.lower, cache, prefilled, moves_of({}, config.max_slots, length)
                 )
             for size in self._extensions(window):
                 tokens, zero = np.zeros(size, np.int32), np.int32(0)
                 lower = functools.partial(run.extend.lower, weights, cache, tokens, zero, zero)
                 found[_EXTEND.format(size, window)] = lower
             found[_FORK.format(window)] = functools.partial(
-                run.fork.lower, cache, Moves.of({}, config.max_slots, window)
+                run.fork.lower, cache, moves_of({}, config.max_slots, window)
             )
         for window, other in [*pairwise(self._windows), *pairwise(reversed(self._windows))]:
             found[_RESIZE.format(window, other)] = functools.partial(
@@ -548,7 +551,7 @@ class ModelRunner:
     def _cache_shape(self, slots: int, window: int) -> Any:
         return jax.eval_shape(lambda: create_cache(self._weights.ends.config, slots, window))
 
-    def _first_runs(self, idle_rows: HostRows) -> Iterator[tuple[str, Callable[[], object]]]:
+    def _first_runs(self, idle_rows: Int32[np.ndarray, "fields slots"]) -> Iterator[tuple[str, Callable[[], object]]]:
         """By name: runs each program once, window by window."""
         nowhere = np.full(self._config.max_slots, -1, np.int32)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import KVCache, ServedWeights
-from penstock.inference.dispatch import HostRows, HostSamples, PrefixIndex
+from penstock.inference.dispatch import HostSamples, PrefixIndex, SlotRows
 from penstock.inference.meter import ThroughputMeter
 from penstock.inference.model_runner import ModelRunner
 from penstock.inference.sequence import Response, Scoring
@@ -193,24 +193,20 @@ class SlotTable:
     Args:
         slots: Number of responses that run at once.
         max_stop_token_ids: Most stop tokens of one response.
+
+    Attributes:
+        whole: `SlotRows`, as the device reads them. The array is reused: a dispatch must have ended before it changes.
     """
 
     def __init__(self, slots: int, max_stop_token_ids: int) -> None:
         self._responses: list[Response | None] = [None] * slots
         self._free = list(range(slots))
-        self._rows = {
-            "slots": np.arange(slots, dtype=np.int32),
-            "tokens": np.zeros(slots, np.int32),
-            "positions": np.zeros(slots, np.int32),
-            "budget": np.zeros(slots, np.int32),
-            "seeds": np.zeros((slots, 2), np.uint32),
-            **{name: np.full(slots, each.neutral, each.dtype) for name, each in SAMPLING_FIELDS.items()},
-            "stop_token_ids": np.full((slots, max_stop_token_ids), -1, np.int32),
-        }
+        self.whole = SlotRows.array(slots, max_stop_token_ids)
+        self._rows = SlotRows.of(self.whole)
 
     @property
-    def rows(self) -> HostRows:
-        """What the device reads. The arrays are reused: a dispatch must have ended before they change."""
+    def rows(self) -> SlotRows:
+        """Views of `whole`."""
         return self._rows
 
     @property
@@ -226,12 +222,12 @@ class SlotTable:
     @property
     def cached_tokens(self) -> int:
         """Positions of the cache that running responses use."""
-        return int(self._rows["positions"][self._rows["budget"] > 0].sum())
+        return int(self._rows.positions[self._rows.budget > 0].sum())
 
     def reach(self, steps: int) -> int:
         """Positions that the cache must have so that every running response can take so many steps."""
         rows = self._rows
-        return int(np.max((rows["positions"] + np.minimum(rows["budget"], steps))[rows["budget"] > 0], initial=0))
+        return int(np.max((rows.positions + np.minimum(rows.budget, steps))[rows.budget > 0], initial=0))
 
     def occupied(self) -> Iterator[tuple[int, Response]]:
         """Running responses by ascending slot; the table may be changed meanwhile."""
@@ -250,38 +246,38 @@ class SlotTable:
         self._free.remove(slot)
         self._responses[slot] = response
         rows, decoding = self._rows, response.pending.request.decoding
-        rows["tokens"][slot] = response.prompt[-1]
-        rows["positions"][slot] = len(response.prompt) - 1
-        rows["budget"][slot] = response.remaining_tokens
-        rows["seeds"][slot] = response.seed >> WORD_BITS, response.seed & (2**WORD_BITS - 1)
+        rows.tokens[slot] = response.prompt[-1]
+        rows.positions[slot] = len(response.prompt) - 1
+        rows.budget[slot] = response.remaining_tokens
+        rows.seeds[slot] = response.seed >> WORD_BITS, response.seed & (2**WORD_BITS - 1)
         for name, parameter in SAMPLING_FIELDS.items():
             value = getattr(decoding, name)
-            rows[name][slot] = parameter.neutral if value is None else value
+            rows.sampling[name][slot] = parameter.neutral if value is None else value
         stops = response.pending.stop_token_ids
-        rows["stop_token_ids"][slot] = -1
-        rows["stop_token_ids"][slot, : len(stops)] = stops
+        rows.stop_token_ids[slot] = -1
+        rows.stop_token_ids[slot, : len(stops)] = stops
         return slot
 
     def hold(self, slot: int) -> None:
         """Its response decodes nothing before `begin`."""
-        self._rows["budget"][slot] = 0
+        self._rows.budget[slot] = 0
 
     def begin(self, slot: int) -> None:
         """Its response goes on."""
         response = self._responses[slot]
-        self._rows["budget"][slot] = 0 if response is None else response.remaining_tokens
+        self._rows.budget[slot] = 0 if response is None else response.remaining_tokens
 
     @property
     def live(self) -> list[tuple[int, Response]]:
         """Running responses that decode, by ascending slot."""
-        return [(slot, response) for slot, response in self.occupied() if self._rows["budget"][slot] > 0]
+        return [(slot, response) for slot, response in self.occupied() if self._rows.budget[slot] > 0]
 
     def release(self, slot: int) -> None:
         """Frees a slot; its cache entries stay, its parameters must not slow down the others."""
         self._responses[slot] = None
-        self._rows["budget"][slot] = 0
+        self._rows.budget[slot] = 0
         for name, parameter in SAMPLING_FIELDS.items():
-            self._rows[name][slot] = parameter.neutral
+            self._rows.sampling[name][slot] = parameter.neutral
         insort(self._free, slot)
 
     def advance(self, sampled: HostSamples, version: WeightVersion) -> list[tuple[int, Response]]:
@@ -292,9 +288,9 @@ class SlotTable:
             tokens = sampled.tokens[:count, slot].tolist()
             logprobs = sampled.logprobs[:count, slot].tolist()
             response.extend(tokens, logprobs, version, sampled.alternatives(slot))
-            self._rows["tokens"][slot] = tokens[-1]
-            self._rows["positions"][slot] += count
-            self._rows["budget"][slot] = response.remaining_tokens
+            self._rows.tokens[slot] = tokens[-1]
+            self._rows.positions[slot] += count
+            self._rows.budget[slot] = response.remaining_tokens
             if response.finish_reason is not None:
                 ended.append((slot, response))
         return ended
@@ -323,7 +319,7 @@ class RunningBatch:
 
     def warm_up(self) -> Iterator[CompiledProgram]:
         """Compiles every program; yields each as it is done."""
-        return self.runner.warm_up(self.slots.rows)
+        return self.runner.warm_up(self.slots.whole)
 
     def load(self, weights: ServedWeights) -> None:
         """Serves these from the next program on; what others have cached is not shared any more."""
@@ -468,12 +464,12 @@ class RunningBatch:
         self._note_begun(running)
         self.runner.first = version.step == 0
         beside = any(response.pending.request.alternatives for _, response in running)
-        sampled = self.runner.decode(self.slots.rows, beside)
+        sampled = self.runner.decode(self.slots.whole, beside)
         ended = self.slots.advance(sampled, version)
         self._meter.add_tokens(running, sampled.count)
         for slot, response in ended:
             text = np.concatenate([response.prompt, np.array(response.tokens, np.int32)])
-            self._prefixes.note(slot, text[: self.slots.rows["positions"][slot]])
+            self._prefixes.note(slot, text[: self.slots.rows.positions[slot]])
             self.slots.release(slot)
         self._meter.add(responses=len(ended))
         self._meter.add_dispatch(started, int(sampled.count.sum()))

@@ -12,7 +12,6 @@ import pytest
 from penstock.batch import RowShape
 from penstock.inference.decoding import ServedWeights, create_cache, decode_step, prefill, tables_of
 from penstock.inference.dispatch import SlotRows
-from penstock.inference.scheduler import SlotTable
 from penstock.learner import LearnerConfig
 from penstock.learner.losses import LossInputs, TokenLoss, policy_token_loss
 from penstock.learner.micro_batches import empty_micro_batch
@@ -53,7 +52,7 @@ def scores(decoder: Any) -> Any:
 
 
 def slot_rows() -> SlotRows:
-    return jax.tree.map(jnp.asarray, SlotRows.of(SlotTable(3, 1).rows))
+    return jax.tree.map(jnp.asarray, SlotRows.of(SlotRows.array(3, 1)))
 
 
 def decoding(decoder: Any) -> Any:

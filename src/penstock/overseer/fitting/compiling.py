@@ -25,10 +25,9 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from penstock.inference.config import EngineConfig
-from penstock.inference.decoding import Moves, ServedWeights, create_cache
+from penstock.inference.decoding import ServedWeights, create_cache, moves_of
 from penstock.inference.dispatch import SlotRows
 from penstock.inference.model_runner import ONE_DEVICE
-from penstock.inference.scheduler import SlotTable
 from penstock.learner import Learner, LearnerConfig
 from penstock.model.language import Decoder, ModelConfig
 from penstock.model.language.attention_choice import Platform, attention_kernel, platform_named
@@ -161,11 +160,11 @@ class RunShapes:
         run: Any = ONE_DEVICE
         slots, window = self.engine.max_slots, self.engine.max_seq_len
         cache = self.cache(slots, window)
-        rows = jax.eval_shape(lambda: SlotRows.of(SlotTable(slots, self.engine.max_stop_token_ids).rows))
+        rows = SlotRows.array(slots, self.engine.max_stop_token_ids)
         steps = self.engine.steps_per_dispatch
         found = {
             "decode": functools.partial(run.decode.lower, self.weights, cache, rows, steps=steps),
-            "fork": functools.partial(run.fork.lower, cache, Moves.of({}, slots, window)),
+            "fork": functools.partial(run.fork.lower, cache, moves_of({}, slots, window)),
         }
         if not isinstance(self.decoder.layers, tuple):  # beside an adapter the base stays as it lies
             found["swap, a layer"] = functools.partial(layer_of.lower, self.decoder.layers, np.int32(0))
@@ -178,7 +177,7 @@ class RunShapes:
             kernel = attention_kernel("auto", self._platform, length, self.model.dtype, self.model.head_dim)
             prefill = functools.partial(run.prefill.lower, self.weights, tokens, kernel=kernel)
             found[f"prefill, {prompts}"] = prefill
-            prefilled, nowhere = self.cache(count, length), Moves.of({}, slots, length)
+            prefilled, nowhere = self.cache(count, length), moves_of({}, slots, length)
             found[f"insert, {prompts}"] = functools.partial(run.insert.lower, cache, prefilled, nowhere)
         return found
 
