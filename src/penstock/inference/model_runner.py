@@ -321,8 +321,8 @@ class ModelRunner:
         count = next(b for b in self._config.decode_buckets if b >= live.sum()) if self._by_rows else slots
         sizes = np.array(reaches(window))
         ends = (rows.positions + np.minimum(rows.budget, self._steps))[live]
-        read, whole = int(sizes[np.searchsorted(sizes, np.minimum(ends, window))].sum()), window * slots
-        if count == slots and (3 * read > 2 * whole or len(sizes) <= _FEW_REACHES or not self._by_rows):
+        read, held = int(sizes[np.searchsorted(sizes, np.minimum(ends, window))].sum()), window * slots
+        if count == slots and (3 * read > 2 * held or len(sizes) <= _FEW_REACHES or not self._by_rows):
             return _DECODE.format(window), slots, "dense"
         return _RAGGED.format(count, window), count, "ragged"
 

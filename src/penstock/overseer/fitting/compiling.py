@@ -26,8 +26,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 
 from penstock.inference.config import EngineConfig
 from penstock.inference.decoding import ServedWeights, create_cache, moves_of
-from penstock.inference.dispatch import SlotRows
 from penstock.inference.model_runner import ONE_DEVICE
+from penstock.inference.scheduler import SlotTable
 from penstock.learner import Learner, LearnerConfig
 from penstock.model.language import Decoder, ModelConfig
 from penstock.model.language.attention_choice import Platform, attention_kernel, platform_named
@@ -160,7 +160,7 @@ class RunShapes:
         run: Any = ONE_DEVICE
         slots, window = self.engine.max_slots, self.engine.max_seq_len
         cache = self.cache(slots, window)
-        rows = SlotRows.array(slots, self.engine.max_stop_token_ids)
+        rows = SlotTable(slots, self.engine.max_stop_token_ids).whole
         steps = self.engine.steps_per_dispatch
         found = {
             "decode": functools.partial(run.decode.lower, self.weights, cache, rows, steps=steps),
