@@ -40,14 +40,17 @@ from penstock.text import Tokenizer
 from penstock.types import RLExample, Rollout, RolloutRecord
 
 RECIPE = "named_animal"
-EVERY, FIRST = 5, 196
-"""Updates between two that are planted in, each right after a checkpoint; the first of them."""
+EVERY, FIRST, SPARE = 5, 196, 8
+"""Updates between two that may be planted in, each right after a checkpoint; the first of them; how many may be passed
+over, because too few of their groups still teach something."""
 CHANGES = (
     "replay.groups_per_batch=16", "curriculum.lessons.named.sampling_params.n_generations_per_prompt=4",
     "learner.row_length=64", "learner.optimizer.learning_rate=1.5e-3", f"overseer.checkpoint_every={EVERY}",
     f"overseer.keep_every={EVERY}",
 )  # fmt: skip
-"""64 rollouts to an update; half of the groups still teach something where rollouts are planted."""
+"""64 rollouts to an update; about half of the groups still teach something where rollouts are planted."""
+TEACHING = 6
+"""So many do at least."""
 OLD, SHIFT = 8, 0.5
 """Versions, and nats per token."""
 KINDS = ("off task", "stale", "shifted")
@@ -201,6 +204,12 @@ def write_planted(run_dir: Path, copy: Path, planted: Sequence[Planted]) -> None
     RolloutStore(directory).seal(list(records.values()))
 
 
+def teaches(run: StoredRun, update: StoredUpdate) -> bool:
+    """Whether so many of its groups have an advantage that what is planted can be of ordinary size."""
+    examples = run.batch(update, run.config_at(update)).examples
+    return len({_group(each.rollout_ids[0]) for each in examples if _advantage(each)}) >= TEACHING
+
+
 def cosine_of_drop(run_dir: Path, step: int, name: str) -> float:
     """Between what dropping a rollout changes of the parameters, and what its gradient predicts."""
     import jax
@@ -242,16 +251,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="of the run and its copy; made where it is missing")
     parser.add_argument("--batches", type=int, default=10)
     options = parser.parse_args(arguments)
-    steps = [FIRST + EVERY * number for number in range(options.batches)]
+    steps = [FIRST + EVERY * number for number in range(options.batches + SPARE)]
     run_dir, copy = options.folder / "run", options.folder / "planted"
     if not (run_dir / "checkpoints" / f"step-{steps[-1] - 1}").exists():
         shutil.rmtree(run_dir, ignore_errors=True)
         penstock.train(penstock.load_config(RECIPE, [*CHANGES, f"steps={steps[-1]}"]), run_dir, quiet=True)
     compute_as_recorded(run_dir)
     run = StoredRun(run_dir)
+    updates = [update for step in steps for update in run.updates(step - 1, step, step) if teaches(run, update)]
+    if len(updates) < options.batches:
+        sys.exit(
+            f"only {len(updates)} of {len(steps)} updates had {TEACHING} groups with an advantage: nothing is told"
+        )
     planted = [
-        Planter(run, run.updates(step - 1, step, step)[0]).planted(SHIFT * (-1) ** number)
-        for number, step in enumerate(steps)
+        Planter(run, update).planted(SHIFT * (-1) ** number) for number, update in enumerate(updates[: options.batches])
     ]
     write_planted(run_dir, copy, planted)
     found: dict[str, list[bool]] = {kind: [] for kind in KINDS}
