@@ -2,8 +2,9 @@
 
     python -m benchmarks.why FOLDER [--batches 10]
 
-Trains `named_animal` in FOLDER, 64 rollouts to an update, and copies the run. In the copy three rollouts of every fifth
-update are replaced, all with an advantage of ordinary size, the nearest that there is to the median:
+Trains `named_animal` in FOLDER, 64 rollouts to an update, and copies the run. In the copy three rollouts are replaced of
+ten updates, the last of every fifth in which 4 to 14 of 16 groups had an advantage, all with an advantage of ordinary
+size, the nearest that there is to the median:
 
 - **off task**: an answer that names another animal than the prompt, and was given the full reward; with the others'
   advantages as that makes them, and the log-probabilities that the policy gives it;
@@ -40,17 +41,17 @@ from penstock.text import Tokenizer
 from penstock.types import RLExample, Rollout, RolloutRecord
 
 RECIPE = "named_animal"
-EVERY, FIRST, SPARE = 5, 196, 8
-"""Updates between two that may be planted in, each right after a checkpoint; the first of them; how many may be passed
-over, because too few of their groups still teach something."""
+EVERY, FIRST, LAST = 5, 151, 286
+"""Updates between two that may be planted in, each right after a checkpoint; the first of them, when half of the reward
+is earned, and the run's last."""
 CHANGES = (
     "replay.groups_per_batch=16", "curriculum.lessons.named.sampling_params.n_generations_per_prompt=4",
     "learner.row_length=64", "learner.optimizer.learning_rate=1.5e-3", f"overseer.checkpoint_every={EVERY}",
     f"overseer.keep_every={EVERY}",
 )  # fmt: skip
-"""64 rollouts to an update; about half of the groups still teach something where rollouts are planted."""
-TEACHING = 6
-"""So many do at least."""
+"""64 rollouts to an update, of 16 groups."""
+TEACHING = range(4, 15)
+"""So many still teach something where rollouts are planted: enough for an ordinary size, and not all."""
 OLD, SHIFT = 8, 0.5
 """Versions, and nats per token."""
 KINDS = ("off task", "stale", "shifted")
@@ -205,9 +206,9 @@ def write_planted(run_dir: Path, copy: Path, planted: Sequence[Planted]) -> None
 
 
 def teaches(run: StoredRun, update: StoredUpdate) -> bool:
-    """Whether so many of its groups have an advantage that what is planted can be of ordinary size."""
+    """Whether so many of its groups have an advantage as is wanted."""
     examples = run.batch(update, run.config_at(update)).examples
-    return len({_group(each.rollout_ids[0]) for each in examples if _advantage(each)}) >= TEACHING
+    return len({_group(each.rollout_ids[0]) for each in examples if _advantage(each)}) in TEACHING
 
 
 def cosine_of_drop(run_dir: Path, step: int, name: str) -> float:
@@ -251,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="of the run and its copy; made where it is missing")
     parser.add_argument("--batches", type=int, default=10)
     options = parser.parse_args(arguments)
-    steps = [FIRST + EVERY * number for number in range(options.batches + SPARE)]
+    steps = range(FIRST, LAST + 1, EVERY)
     run_dir, copy = options.folder / "run", options.folder / "planted"
     if not (run_dir / "checkpoints" / f"step-{steps[-1] - 1}").exists():
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -260,11 +261,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = StoredRun(run_dir)
     updates = [update for step in steps for update in run.updates(step - 1, step, step) if teaches(run, update)]
     if len(updates) < options.batches:
-        sys.exit(
-            f"only {len(updates)} of {len(steps)} updates had {TEACHING} groups with an advantage: nothing is told"
-        )
+        sys.exit(f"only {len(updates)} of {len(steps)} updates had 4 to 14 groups with an advantage: nothing is told")
     planted = [
-        Planter(run, update).planted(SHIFT * (-1) ** number) for number, update in enumerate(updates[: options.batches])
+        Planter(run, update).planted(SHIFT * (-1) ** number)
+        for number, update in enumerate(updates[-options.batches :])
     ]
     write_planted(run_dir, copy, planted)
     found: dict[str, list[bool]] = {kind: [] for kind in KINDS}
