@@ -2,9 +2,9 @@
 
     python -m benchmarks.why FOLDER [--batches 10]
 
-Trains `named_animal` in FOLDER, 64 rollouts to an update, and copies the run. In the copy three rollouts are replaced of
-ten updates, the last of every fifth in which 4 to 14 of 16 groups had an advantage, all with an advantage of ordinary
-size, the nearest that there is to the median:
+Trains `named_animal` in FOLDER, 64 rollouts to an update, and copies the run. In it three rollouts are replaced of ten
+updates, the last of every fifth in which 4 to 14 of 16 groups had an advantage, all with an advantage of ordinary size,
+the nearest that there is to the median:
 
 - **off task**: an answer that names another animal than the prompt, and was given the full reward; with the others'
   advantages as that makes them, and the log-probabilities that the policy gives it;
