@@ -133,7 +133,7 @@ def test_the_optimiser_step_of_a_control_policy_saves_the_products_of_what_is_fr
 
     def cost(frozen: tuple[str, ...]) -> float:
         config = PpoConfig(optimizer=ControlOptimizerConfig(frozen=frozen))
-        steps = jax.eval_shape(preparer(config), policy, arrays, np.ones(16, np.float32)).steps
+        steps, _ = jax.eval_shape(preparer(config), policy, arrays, np.ones(16, np.float32))
         chosen, scalar = np.arange(256, dtype=np.int32), np.float32(0)
         state = initial_state(config.optimizer, policy)
         lowered = optimiser(config, False).lower(

@@ -134,7 +134,7 @@ def test_micro_batches_add_up_to_the_one_batch_gradient(decoder, config, example
     whole, whole_sums, one = _accumulated(decoder, examples, loss, config, rows=len(examples), surrogate=loss)
     parts, sums, several = _accumulated(decoder, examples, loss, config, rows=1, surrogate=loss)
     assert one == 1 and several >= 3
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), parts, whole)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), parts, whole)
     np.testing.assert_allclose(sums, whole_sums, rtol=1e-5)
 
 
