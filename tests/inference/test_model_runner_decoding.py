@@ -7,7 +7,7 @@ import pytest
 
 from penstock.inference import GenerationRequest
 from penstock.inference.decoding import ServedWeights, create_cache, decode
-from penstock.inference.dispatch import HostSamples, SlotRows
+from penstock.inference.dispatch import DeviceSamples, HostSamples, SlotRows
 from penstock.model.language import Segments
 from penstock.model.language.config import YarnScaling
 from penstock.types import Decoding
@@ -97,6 +97,24 @@ def run(decoder, rows, steps=6):
     cache = create_cache(decoder.config, slots, 16)
     cache, emitted = compiled_decode(ServedWeights.of(decoder), cache, rows, steps=steps)
     return cache, HostSamples.of(emitted, steps, np.arange(slots), slots)
+
+
+@pytest.mark.parametrize("alternatives", [0, 3])
+def test_what_was_sampled_comes_in_one_array_and_each_row_to_its_slot(alternatives):
+    rng, steps, chosen = np.random.default_rng(0), 4, np.array([1, 3])
+    top = (steps, alternatives, 2)
+    sampled = DeviceSamples(
+        jnp.asarray(rng.integers(9, size=(steps, 2)), jnp.int32), jnp.asarray(rng.normal(size=(steps, 2)), jnp.float32),
+        jnp.array([4, 2], jnp.int32),
+        jnp.asarray(rng.integers(9, size=top), jnp.int32) if alternatives else None,
+        jnp.asarray(rng.normal(size=top), jnp.float32) if alternatives else None,
+    )  # fmt: skip
+    found = HostSamples.of(sampled.array(), steps, chosen, 5)
+    for here, there in zip(found, sampled, strict=True):
+        assert (here is None) == (there is None)
+        if here is not None and there is not None:
+            np.testing.assert_array_equal(here[..., chosen], there)
+            assert here.dtype == there.dtype and not here[..., [0, 2, 4]].any()
 
 
 def test_a_row_stops_inside_a_dispatch_and_wastes_no_record(decoder):

@@ -196,18 +196,14 @@ class SlotTable:
 
     Attributes:
         whole: `SlotRows`, as the device reads them. The array is reused: a dispatch must have ended before it changes.
+        rows: Views of it, by name.
     """
 
     def __init__(self, slots: int, max_stop_token_ids: int) -> None:
         self._responses: list[Response | None] = [None] * slots
         self._free = list(range(slots))
         self.whole = SlotRows.array(slots, max_stop_token_ids)
-        self._rows = SlotRows.of(self.whole)
-
-    @property
-    def rows(self) -> SlotRows:
-        """Views of `whole`."""
-        return self._rows
+        self.rows: SlotRows = SlotRows.of(self.whole)
 
     @property
     def free(self) -> int:
@@ -222,11 +218,11 @@ class SlotTable:
     @property
     def cached_tokens(self) -> int:
         """Positions of the cache that running responses use."""
-        return int(self._rows.positions[self._rows.budget > 0].sum())
+        return int(self.rows.positions[self.rows.budget > 0].sum())
 
     def reach(self, steps: int) -> int:
         """Positions that the cache must have so that every running response can take so many steps."""
-        rows = self._rows
+        rows = self.rows
         return int(np.max((rows.positions + np.minimum(rows.budget, steps))[rows.budget > 0], initial=0))
 
     def occupied(self) -> Iterator[tuple[int, Response]]:
@@ -245,7 +241,7 @@ class SlotTable:
         slot = self._free[0] if wanted is None else wanted
         self._free.remove(slot)
         self._responses[slot] = response
-        rows, decoding = self._rows, response.pending.request.decoding
+        rows, decoding = self.rows, response.pending.request.decoding
         rows.tokens[slot] = response.prompt[-1]
         rows.positions[slot] = len(response.prompt) - 1
         rows.budget[slot] = response.remaining_tokens
@@ -260,24 +256,24 @@ class SlotTable:
 
     def hold(self, slot: int) -> None:
         """Its response decodes nothing before `begin`."""
-        self._rows.budget[slot] = 0
+        self.rows.budget[slot] = 0
 
     def begin(self, slot: int) -> None:
         """Its response goes on."""
         response = self._responses[slot]
-        self._rows.budget[slot] = 0 if response is None else response.remaining_tokens
+        self.rows.budget[slot] = 0 if response is None else response.remaining_tokens
 
     @property
     def live(self) -> list[tuple[int, Response]]:
         """Running responses that decode, by ascending slot."""
-        return [(slot, response) for slot, response in self.occupied() if self._rows.budget[slot] > 0]
+        return [(slot, response) for slot, response in self.occupied() if self.rows.budget[slot] > 0]
 
     def release(self, slot: int) -> None:
         """Frees a slot; its cache entries stay, its parameters must not slow down the others."""
         self._responses[slot] = None
-        self._rows.budget[slot] = 0
+        self.rows.budget[slot] = 0
         for name, parameter in SAMPLING_FIELDS.items():
-            self._rows.sampling[name][slot] = parameter.neutral
+            self.rows.sampling[name][slot] = parameter.neutral
         insort(self._free, slot)
 
     def advance(self, sampled: HostSamples, version: WeightVersion) -> list[tuple[int, Response]]:
@@ -288,9 +284,9 @@ class SlotTable:
             tokens = sampled.tokens[:count, slot].tolist()
             logprobs = sampled.logprobs[:count, slot].tolist()
             response.extend(tokens, logprobs, version, sampled.alternatives(slot))
-            self._rows.tokens[slot] = tokens[-1]
-            self._rows.positions[slot] += count
-            self._rows.budget[slot] = response.remaining_tokens
+            self.rows.tokens[slot] = tokens[-1]
+            self.rows.positions[slot] += count
+            self.rows.budget[slot] = response.remaining_tokens
             if response.finish_reason is not None:
                 ended.append((slot, response))
         return ended

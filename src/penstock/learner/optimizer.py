@@ -459,9 +459,7 @@ def beside_base(config: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
 def split_frozen(frozen: Sequence[str], tree: Tree) -> tuple[Tree, Tree | None]:
     """A tree of arrays in two of its shape: what trains and what is frozen, each None where the other has an array.
 
-    The second is None as a whole where nothing is frozen.
-
-    A gradient with respect to the first alone costs nothing for the second.
+    A gradient with respect to the first alone costs nothing for the second, which is None where nothing is frozen.
 
     Args:
         frozen: Patterns of names.
