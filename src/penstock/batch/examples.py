@@ -34,11 +34,10 @@ def check_trainable(rollout: AnyRollout, max_tokens: int, allow_truncated_sampli
         InvalidRolloutError: naming the rollout, the field, and what to do.
     """
     name = f"rollout {rollout.rollout_id or '(no id)'}"
-    mask = rollout.response_mask
     length = rollout.longest_sample
     if rollout.metadata is None:
         raise InvalidRolloutError(f"{name} has no metadata: attach it with Rollout.with_metadata")
-    if not mask.any():
+    if not rollout.sampled_tokens:
         raise InvalidRolloutError(f"{name} has an empty loss mask: the policy sampled none of its tokens")
     if rollout.finish_reason == "aborted":
         raise InvalidRolloutError(f"{name} was aborted: its reward belongs to an answer it did not finish")
@@ -62,7 +61,7 @@ def check_trainable(rollout: AnyRollout, max_tokens: int, allow_truncated_sampli
 
 def trainable_tokens(example: RLExample) -> int:
     """How many positions the loss sees."""
-    return int(example.loss_mask.sum())
+    return int(np.count_nonzero(example.loss_mask))
 
 
 def example_from_rollout(
@@ -89,40 +88,97 @@ def example_from_rollout(
 
 def assemble_example(rollout: AnyRollout, advantage: Advantage) -> RLExample:
     """The example of a rollout that `check_trainable` let pass; see `example_from_rollout`."""
-    prompt_tokens, response_mask = rollout.prompt_tokens, rollout.response_mask
-    prompt, length = len(prompt_tokens), len(prompt_tokens) + len(response_mask)
-    mask = np.zeros(length, np.bool_)
-    mask[prompt:] = response_mask
-    advantages, logprobs = np.zeros(length, np.float32), np.zeros(length, np.float32)
-    np.copyto(advantages[prompt:], advantage, where=response_mask)
-    np.copyto(logprobs[prompt:], rollout.response_logprobs, where=response_mask)
-    segments, positions = np.ones(length, np.int32), np.arange(length, dtype=np.int32)
-    for start in rollout.sample_starts[1:]:
-        segments[start:] += 1
-        positions[start:] -= positions[start]
-    return RLExample(
-        tokens=np.concatenate((prompt_tokens, rollout.response_tokens)),
-        loss_mask=mask,
-        segment_ids=segments,
-        position_ids=positions,
-        advantage=advantages,
-        generator_log_probs=logprobs,
-        reference_log_probs=None,
-        temperature=np.full(length, rollout.decoding.temperature, np.float32),
-        weight_steps=_weight_steps(rollout, response_mask, prompt),
-        rollout_ids=(rollout.rollout_id,),
-    )
+    return _assembled([rollout], [advantage])[0]
 
 
 def assemble_examples(
     groups: Sequence[RolloutGroup], advantages: Sequence[np.ndarray | Sequence[Advantage]]
 ) -> list[RLExample]:
-    """The examples of all rollouts of groups, with the advantages of each group in the order of its rollouts."""
-    return [
-        assemble_example(rollout, advantage)
+    """The examples of all rollouts of groups, with the advantages of each group in the order of its rollouts.
+
+    They are views of one memory: what keeps one keeps all.
+    """
+    pairs = [
+        pair
         for group, of_group in zip(groups, advantages, strict=True)
-        for rollout, advantage in zip(group.rollouts, of_group, strict=True)
+        for pair in zip(group.rollouts, of_group, strict=True)
     ]
+    return _assembled([rollout for rollout, _ in pairs], [advantage for _, advantage in pairs])
+
+
+def _assembled(rollouts: Sequence[AnyRollout], advantages: Sequence[Advantage]) -> list[RLExample]:
+    """All of them end to end, and then a part for each: of a hundred short answers what NumPy's calls take is most."""
+    if not rollouts:
+        return []
+    prompts = [rollout.prompt_tokens for rollout in rollouts]
+    answers = [rollout.response_tokens for rollout in rollouts]
+    shapes = np.array([(len(prompt), len(answer)) for prompt, answer in zip(prompts, answers, strict=True)])
+    lengths, of_answers = shapes.sum(1), shapes[:, 1]
+    stops = lengths.cumsum()
+    answered = np.repeat(np.tile([False, True], len(rollouts)), shapes.ravel())
+    sampled = np.concatenate([rollout.response_mask for rollout in rollouts])
+    mask = np.zeros(len(answered), np.bool_)
+    mask[answered] = sampled
+
+    def spread(values: np.ndarray, fill: float, dtype: type) -> np.ndarray:
+        """Values of all answers' tokens at their positions, and another wherever the policy did not sample."""
+        found = np.full(len(mask), fill, dtype)
+        found[mask] = values[sampled]
+        return found
+
+    if any(isinstance(one, np.ndarray) and one.ndim for one in advantages):
+        each = [np.broadcast_to(one, count) for one, count in zip(advantages, of_answers, strict=True)]
+        of_tokens = np.concatenate(each)
+    else:
+        of_tokens = np.repeat(np.array(advantages, np.float32), of_answers)
+    segments, positions = np.ones(len(mask), np.int32), np.arange(len(mask), dtype=np.int32)
+    positions -= np.repeat(stops - lengths, lengths).astype(np.int32)
+    columns = {
+        "tokens": np.concatenate([part for pair in zip(prompts, answers, strict=True) for part in pair]),
+        "loss_mask": mask,
+        "segment_ids": segments,
+        "position_ids": positions,
+        "advantage": spread(of_tokens, 0.0, np.float32),
+        "generator_log_probs": spread(np.concatenate([r.response_logprobs for r in rollouts]), 0.0, np.float32),
+        "temperature": np.repeat([rollout.decoding.temperature for rollout in rollouts], lengths).astype(np.float32),
+        "weight_steps": spread(_weight_steps(rollouts, sampled, of_answers), -1, np.int32),
+    }
+    spans = [slice(*span) for span in zip((stops - lengths).tolist(), stops.tolist(), strict=True)]
+    for rollout, span in zip(rollouts, spans, strict=True):
+        for start in rollout.sample_starts[1:]:
+            segments[span][start:] += 1
+            positions[span][start:] -= positions[span][start]
+    return [
+        RLExample(
+            **{name: column[span] for name, column in columns.items()},
+            reference_log_probs=None,
+            rollout_ids=(rollout.rollout_id,),
+        )
+        for rollout, span in zip(rollouts, spans, strict=True)
+    ]
+
+
+def _weight_steps(rollouts: Sequence[AnyRollout], sampled: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The version of every answer's tokens, end to end.
+
+    A prompt cache older than the first sampled token makes the whole sequence as old as that cache.
+    """
+    oldest = np.array([_oldest_step(rollout) for rollout in rollouts])
+    at_least = np.repeat(oldest, lengths)
+    recorded = [rollout.response_weight_steps for rollout in rollouts]
+    if any(steps is None for steps in recorded):
+        parts = np.split(at_least, lengths.cumsum()[:-1])
+        recorded = [part if steps is None else steps for part, steps in zip(parts, recorded, strict=True)]
+    steps = np.concatenate([part for part in recorded if part is not None])
+    latest = np.iinfo(np.int32).max
+    first = np.minimum.reduceat(np.where(sampled, steps, latest), lengths.cumsum() - lengths)
+    return np.where(np.repeat(first <= oldest, lengths), steps, at_least)
+
+
+def _oldest_step(rollout: AnyRollout) -> int:
+    assert rollout.metadata is not None  # check_trainable ran
+    oldest = rollout.metadata.weight_step
+    return oldest if rollout.oldest_weight_step is None else min(oldest, rollout.oldest_weight_step)
 
 
 def sample_starts_of(example: RLExample) -> list[int]:
@@ -185,24 +241,6 @@ def example_from_pair(prompt_tokens: np.ndarray, response_tokens: np.ndarray) ->
         weight_steps=np.full(len(tokens), -1, np.int32),
         rollout_ids=("",),
     )
-
-
-def _weight_steps(rollout: AnyRollout, response_mask: np.ndarray, prompt: int) -> np.ndarray:
-    """The version per token, −1 where the policy sampled none.
-
-    A prompt cache older than the first sampled token makes the whole sequence as old as that cache.
-    """
-    assert rollout.metadata is not None  # check_trainable ran
-    oldest = rollout.metadata.weight_step
-    if rollout.oldest_weight_step is not None:
-        oldest = min(oldest, rollout.oldest_weight_step)
-    steps = np.full(prompt + len(response_mask), -1, np.int32)
-    recorded = rollout.response_weight_steps
-    if recorded is not None and int(recorded[response_mask].min()) <= oldest:
-        np.copyto(steps[prompt:], recorded, where=response_mask)
-    else:
-        np.copyto(steps[prompt:], oldest, where=response_mask)
-    return steps
 
 
 def batch_metadata(groups: Sequence[RolloutGroup], flat: Sequence[bool], batch: Sequence[RLExample]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ field, what was found, and what was expected; it costs its own group and no othe
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, SupportsInt
@@ -360,14 +360,14 @@ def _validate_rollout(rollout: Any, where: str) -> None:
         raise EnvironmentFailure(f"{where} is {_shown(rollout)}: expected a Rollout")
     if not isinstance(rollout.env_example_id, str):
         raise EnvironmentFailure(f"{where}: env_example_id is {_shown(rollout.env_example_id)}: it must be text")
-    if rollout.sampled_tokens == 0:
+    sampled = rollout.sampled_tokens
+    if sampled == 0:
         raise EnvironmentFailure(f"{where}: response_mask is all false: the policy sampled none of its tokens")
-    if rollout.response_logprobs[~rollout.response_mask].any():
+    if sampled < len(rollout.response_mask) and rollout.response_logprobs[~rollout.response_mask].any():
         raise EnvironmentFailure(f"{where}: response_logprobs must be 0 where response_mask is false")
     length = len(rollout.prompt_tokens) + len(rollout.response_tokens)
-    for name, value in _largest_rewards(rollout).items():
-        if not abs(value) <= REWARD_LIMIT:
-            raise EnvironmentFailure(f"{where}: {name} is {value:g}: {_BEYOND}")
+    for name, value in _beyond_limit(rollout):
+        raise EnvironmentFailure(f"{where}: {name} is {value:g}: {_BEYOND}")
     for name, given in rollout.rewards_by_function:
         if given is not None and not isinstance(given, int | float | np.number):
             raise EnvironmentFailure(f"{where}: rewards_by_function has {_shown(given)} of {name!r}: not a number")
@@ -376,13 +376,12 @@ def _validate_rollout(rollout: Any, where: str) -> None:
             raise EnvironmentFailure(f"{where}: turns has the span {turn.start}..{turn.stop} in {length} tokens")
 
 
-def _largest_rewards(rollout: Rollout) -> dict[str, float]:
-    """By field, the reward that is the farthest from 0."""
-    largest = {"episode_reward": float(rollout.episode_reward)}
-    if len(rollout.token_rewards):
-        position = int(np.argmax(np.abs(rollout.token_rewards)))
-        largest[f"token_rewards[{position}]"] = float(rollout.token_rewards[position])
-    return largest
+def _beyond_limit(rollout: Rollout) -> Iterator[tuple[str, float]]:
+    """By field, rewards that are too far from 0."""
+    if not abs(rollout.episode_reward) <= REWARD_LIMIT:
+        yield "episode_reward", float(rollout.episode_reward)
+    for position in np.flatnonzero(~(np.abs(rollout.token_rewards) <= REWARD_LIMIT)).tolist():
+        yield f"token_rewards[{position}]", float(rollout.token_rewards[position])
 
 
 def validate_metrics(metrics: Any, env_name: str) -> dict[str, float]:

@@ -52,6 +52,7 @@ class EpisodeBuilder:
         self._prompt_tokens = prompt_tokens
         self._decoding = decoding
         self._tokens: list[np.ndarray] = []
+        self._length = 0
         self._logprobs: list[np.ndarray] = []
         self._mask: list[np.ndarray] = []
         self._weight_steps: list[np.ndarray] = []
@@ -71,7 +72,7 @@ class EpisodeBuilder:
     @property
     def response_length(self) -> int:
         """Tokens since the prompt, of all samples."""
-        return sum(len(tokens) for tokens in self._tokens)
+        return self._length
 
     @property
     def grown_tokens(self) -> int:
@@ -185,13 +186,17 @@ class EpisodeBuilder:
         )
 
     def _append(self, role: Role, text: str, tokens: np.ndarray) -> None:
-        start = len(self._prompt_tokens) + self.response_length
+        start = len(self._prompt_tokens) + self._length
         self._tokens.append(tokens)
+        self._length += len(tokens)
         self._turns.append(Turn(role, text, start, start + len(tokens)))
         self._spent.append({})
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    """End to end; a single one as it is: rollouts change none of their arrays."""
+    if len(parts) == 1:
+        return parts[0]
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 

@@ -185,6 +185,8 @@ class PrefixIndex:
 
     def common(self, slot: int, text: np.ndarray) -> int:
         """How many tokens of that beginning the slot holds."""
+        if slot >= len(self._lengths) or not self._lengths[slot]:
+            return 0
         return int(_common(self._texts[slot : slot + 1], text).sum())
 
     def longest(self, text: np.ndarray) -> tuple[int, int]:

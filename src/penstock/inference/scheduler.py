@@ -347,14 +347,18 @@ class RunningBatch:
         """Into slots that they can go on in, then into others, those last that hold what somebody could use."""
         placed: list[tuple[int, Response]] = []
         rest: list[Response] = []
+        homeless: dict[bytes, np.ndarray] = {}  # fewer free slots do not change it
         for response in arrivals:
-            slot = self._prefixes.home(response.prompt[:-1], self.slots.unoccupied)
+            text = response.prompt[:-1]
+            key = text.tobytes()
+            slot = None if key in homeless else self._prefixes.home(text, self.slots.unoccupied)
             if slot is None:
+                homeless[key] = text
                 rest.append(response)
             else:
                 placed.append((self.slots.assign(response, slot), response))
-        for response in rest:
-            donor, common = self._prefixes.longest(response.prompt[:-1])
+        for text in homeless.values():
+            donor, common = self._prefixes.longest(text)
             if common:
                 self._prefixes.touch(donor)
         for slot, response in zip(self._prefixes.oldest(self.slots.unoccupied, len(rest)), rest, strict=True):

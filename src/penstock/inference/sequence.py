@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -243,6 +244,10 @@ class PendingRequest:
             self.future.set_exception(error)
 
 
+_IN_ORDER = attrgetter("lineage", "step")
+"""Of versions; sooner compared than they are."""
+
+
 @dataclass(slots=True, eq=False)
 class Response:
     """One sample on its way.
@@ -323,7 +328,7 @@ class Response:
             engine: Name and incarnation of the engine that sampled it.
         """
         touched = [*self.versions, *([self.prefilled_by] if self.prefilled_by else [])]
-        oldest, now = min(touched, default=current), time.monotonic()
+        oldest, now = min(touched, default=current, key=_IN_ORDER), time.monotonic()
         reached = [each for each in (self.placed_s, self.begun_s) if each is not None]
         moments = [self.pending.submitted_s, *reached, now]
         completion = Completion(

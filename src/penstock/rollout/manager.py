@@ -455,10 +455,12 @@ class _NotedContext:
         It is the longest response whose tokens and log-probabilities are the last that the policy sampled there. Ages
         are as of `whole_s`; each response is of one rollout.
         """
-        sampled = rollout.response_mask
-        tokens, logprobs = rollout.response_tokens[sampled], rollout.response_logprobs[sampled]
-        ends = [done for done in self._finished if _ends_with(tokens, logprobs, done)]
-        last = max(ends, key=lambda done: len(done.response_tokens), default=None)
+        last = next((done for done in self._finished if done.response_logprobs is rollout.response_logprobs), None)
+        if last is None:  # not an answer as it came: one of several, or copied
+            sampled = rollout.response_mask
+            tokens, logprobs = rollout.response_tokens[sampled], rollout.response_logprobs[sampled]
+            ends = [done for done in self._finished if _ends_with(tokens, logprobs, done)]
+            last = max(ends, key=lambda done: len(done.response_tokens), default=None)
         if last is None or last.finished_s is None:
             return 0.0
         self._finished = [done for done in self._finished if done is not last]

@@ -130,5 +130,5 @@ def examples_from_table(table: pa.Table, name: str = "batch") -> list[RLExample]
 
 
 def _first_advantage(example: RLExample) -> float | None:
-    first = int(example.loss_mask.argmax()) if example.loss_mask.size else 0
-    return float(example.advantage[first]) if example.loss_mask[first : first + 1].any() else None
+    first = example.first_sampled
+    return None if first is None else float(example.advantage[first])

@@ -31,6 +31,10 @@ _origin = attrgetter(
 """Of metadata: its fields in order, but for those that each rollout of a group has of its own."""
 
 
+_KEPT = ("episode_reward", "oldest_weight_step", "finish_reason", "turns", "sample_starts", "rewards_by_function")
+"""Attributes that are kept as they are."""
+
+
 class _Shared(NamedTuple):
     """What rollouts of one group have in common."""
 
@@ -68,20 +72,20 @@ class PackedRollout:
     rewards_by_function: tuple[tuple[str, float | None], ...]
 
     def __init__(self, rollout: Rollout, neighbour: "PackedRollout | None" = None) -> None:
-        shared = _shared(rollout)
-        self._shared = neighbour._shared if neighbour is not None and neighbour._shared == shared else shared
-        self._name = _short_name(rollout.rollout_id)
-        self._prompt_length = len(rollout.prompt_tokens)
-        self._block = _block(rollout)
-        self._seconds = array("d", rollout.timings.values()).tobytes()
-        stamp = rollout.metadata
-        self._timestamp, self._weight_step = (None, None) if stamp is None else (stamp.timestamp, stamp.weight_step)
-        self.episode_reward = rollout.episode_reward
-        self.oldest_weight_step = rollout.oldest_weight_step
-        self.finish_reason = rollout.finish_reason
-        self.turns = rollout.turns
-        self.sample_starts = rollout.sample_starts
-        self.rewards_by_function = rollout.rewards_by_function
+        shared, stamp = _shared(rollout), rollout.metadata
+        own: dict[str, Any] = {
+            "_shared": neighbour._shared if neighbour is not None and neighbour._shared == shared else shared,
+            "_name": _short_name(rollout.rollout_id),
+            "_prompt_length": len(rollout.prompt_tokens),
+            "_block": _block(rollout),
+            "_seconds": array("d", rollout.timings.values()).tobytes(),
+            "_timestamp": None if stamp is None else stamp.timestamp,
+            "_weight_step": None if stamp is None else stamp.weight_step,
+        }
+        for name in _KEPT:
+            own[name] = getattr(rollout, name)
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
 
     @property
     def rollout_id(self) -> str:
@@ -172,6 +176,8 @@ class PackedRollout:
     @property
     def longest_sample(self) -> int:
         """Tokens of its longest sample."""
+        if len(self.sample_starts) == 1:
+            return self._prompt_length + self.response_length
         return max(stop - start for start, stop in sample_spans(self))
 
     @property

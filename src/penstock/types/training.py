@@ -57,6 +57,14 @@ Fate = Literal["trained", "stale_step", "stale_time", "evicted", "filtered", "in
 """A rollout's terminal state; see docs/replay.md. Before it, a rollout is `in_flight` or `waiting`."""
 
 
+_DTYPES = {
+    "tokens": np.dtype(np.int32), "loss_mask": np.dtype(np.bool_), "segment_ids": np.dtype(np.int32),
+    "position_ids": np.dtype(np.int32), "advantage": np.dtype(np.float32), "generator_log_probs": np.dtype(np.float32),
+    "temperature": np.dtype(np.float32), "weight_steps": np.dtype(np.int32),
+}  # fmt: skip
+"""Of an example's arrays."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RLExample:
     """One rollout to learn from, or samples of several packed into one row; `pos` positions.
@@ -87,18 +95,20 @@ class RLExample:
     rollout_ids: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        dtypes = {
-            "tokens": np.int32, "loss_mask": np.bool_, "segment_ids": np.int32, "position_ids": np.int32,
-            "advantage": np.float32, "generator_log_probs": np.float32, "temperature": np.float32,
-            "weight_steps": np.int32,
-        }  # fmt: skip
-        for name, dtype in dtypes.items():
+        shape = self.tokens.shape
+        for name, dtype in _DTYPES.items():
             array: np.ndarray = getattr(self, name)
-            if array.dtype != dtype or array.shape != self.tokens.shape or array.ndim != 1:
+            if array.dtype != dtype or array.shape != shape or array.ndim != 1:
                 raise InvalidRolloutError(
-                    f"RLExample.{name} is {array.dtype}{list(array.shape)}: "
-                    f"it must be {np.dtype(dtype)}{list(self.tokens.shape)}"
+                    f"RLExample.{name} is {array.dtype}{list(array.shape)}: it must be {dtype}{list(shape)}"
                 )
+
+    @property
+    def first_sampled(self) -> int | None:
+        """Position of the first token that the policy sampled; None where there is none."""
+        # NumPy's argmax lets other threads go on, and would be waited for: bytes are searched at once.
+        first = self.loss_mask.tobytes().find(1)
+        return None if first < 0 else first
 
     def __repr__(self) -> str:
         trained = self.advantage[self.loss_mask]

@@ -268,7 +268,7 @@ class ParityCheck:
 
         More than `canary_prompts` where so few answers of the batch would be no evidence; then a prompt comes again.
         """
-        begun = [(example, int(example.loss_mask.argmax())) for example in examples]
+        begun = [(example, example.first_sampled or 0) for example in examples]
         prompts = {prompt.tobytes(): prompt for prompt in (example.tokens[:begin] for example, begin in begun)}
         lengths = [np.append(example.loss_mask[begin:], False).argmin() for example, begin in begun]
         short = np.clip(np.quantile(lengths, 0.25), 1, self._config.canary_tokens)  # of first answers
@@ -283,12 +283,12 @@ class ParityCheck:
 
 def _sampled(examples: Sequence[RLExample]) -> int:
     """Tokens."""
-    return sum(int(example.loss_mask.sum()) for example in examples)
+    return sum(np.count_nonzero(example.loss_mask) for example in examples)
 
 
 def sampled_first_by(example: RLExample, step: int) -> bool:
     """Whether version `step` sampled the first of an example's tokens."""
-    return int(example.weight_steps[int(example.loss_mask.argmax())]) == step
+    return int(example.weight_steps[example.first_sampled or 0]) == step
 
 
 OnStep = Callable[[int, int, Mapping[str, float]], None]

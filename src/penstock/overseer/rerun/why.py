@@ -356,7 +356,7 @@ def _explained(
     version_step: int,
     tokenizer: Tokenizer,
 ) -> ExplainedRollout:
-    first = int(example.loss_mask.argmax()) if record is None else len(record.rollout.prompt_tokens)
+    first = (example.first_sampled or 0) if record is None else len(record.rollout.prompt_tokens)
     version = int(example.weight_steps[example.loss_mask].min())
     sampled = logprobs[example.loss_mask].astype(float)
     return ExplainedRollout(
