@@ -230,10 +230,11 @@ def metadata_values(members: Sequence[Experience], kind: str) -> dict[str, list[
     Raises:
         InvalidRolloutError: a member, which is of this kind, has no metadata.
     """
-    for member in members:
-        if member.metadata is None:
+    stamps = [member.metadata for member in members]
+    for member, stamp in zip(members, stamps, strict=True):
+        if stamp is None:
             raise InvalidRolloutError(f"{kind} {member.rollout_id!r} has no metadata: it cannot be stored")
-    return {field.name: [getattr(one.metadata, field.name) for one in members] for field in fields(RolloutMetadata)}
+    return {field.name: [getattr(stamp, field.name) for stamp in stamps] for field in fields(RolloutMetadata)}
 
 
 def metadata_from_columns(batch: pa.RecordBatch) -> list[RolloutMetadata]:
