@@ -281,10 +281,11 @@ def decode(
     start = _Progress(jnp.int32(0), cache, rows.tokens, nothing, rows.budget > 0)
     # Where all rows may have ended before the last step a device that runs ahead of its host would wait for that answer
     # at each step, and the host then for the device: half a millisecond a step on an H200.
+    one = jax.jit(advance, inline=True)  # traced once for both
     end = lax.platform_dependent(
         start,
-        cpu=lambda progress: lax.while_loop(unfinished, advance, progress),
-        default=lambda progress: lax.fori_loop(0, steps, lambda _, so_far: advance(so_far), progress),
+        cpu=lambda progress: lax.while_loop(unfinished, one, progress),
+        default=lambda progress: lax.fori_loop(0, steps, lambda _, so_far: one(so_far), progress),
     )
     return end.cache, end.emitted.array()
 
