@@ -9,10 +9,14 @@ from hypothesis import strategies as st
 
 from penstock.batch import check_trainable, example_from_rollout, pack, rloo, turn
 from penstock.batch.advantages import rewards_to_go
-from penstock.batch.examples import longest_sample, sample_starts_of, samples_of
-from penstock.types import InvalidRolloutError, Rollout, RolloutGroup, RolloutMetadata
+from penstock.batch.examples import assemble_examples, longest_sample, sample_starts_of, samples_of
+from penstock.types import InvalidRolloutError, PackedRollout, Rollout, RolloutGroup, RolloutMetadata
 
 ROW = 24
+ARRAYS = (
+    "tokens", "loss_mask", "segment_ids", "position_ids", "advantage", "generator_log_probs", "temperature",
+    "weight_steps",
+)  # fmt: skip
 of_sample = st.tuples(st.integers(1, 8), st.lists(st.booleans(), min_size=1, max_size=12))
 of_samples = st.lists(of_sample, min_size=1, max_size=5)
 
@@ -64,6 +68,38 @@ def test_samples_put_together_are_the_example(samples):
         together = np.concatenate([getattr(part, name) for part in parts])
         np.testing.assert_array_equal(together, getattr(example, name))
     assert all((part.segment_ids == 1).all() for part in parts)
+
+
+@given(st.lists(st.tuples(of_samples, st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=6))
+def test_examples_that_are_made_together_are_those_that_are_made_alone(each):
+    rollouts: list[Rollout | PackedRollout] = []
+    advantages: list[float | np.ndarray] = []
+    for index, (samples, says_versions, by_token, packed) in enumerate(each):
+        made = rollout(samples, f"t-0-0/{index}")
+        made = replace(made, oldest_weight_step=index) if says_versions else replace(made, response_weight_steps=None)
+        rollouts.append(PackedRollout(made) if packed else made)
+        numbers = np.linspace(1, 2, len(made.response_tokens), dtype=np.float32)
+        advantages.append(numbers if by_token else float(index))
+    together = assemble_examples([RolloutGroup("test:1", tuple(rollouts))], [advantages])
+    for found, one, advantage in zip(together, rollouts, advantages, strict=True):
+        alone = example_from_rollout(one, advantage, 100)
+        assert found.rollout_ids == alone.rollout_ids == (one.rollout_id,)
+        for name in ARRAYS:
+            np.testing.assert_array_equal(getattr(found, name), getattr(alone, name), strict=True)
+        assert alone.tokens.tolist() == [*one.prompt_tokens.tolist(), *one.response_tokens.tolist()]
+        earned = alone.advantage[alone.loss_mask]
+        np.testing.assert_array_equal(earned, np.broadcast_to(advantage, len(one.response_mask))[one.response_mask])
+        assert alone.first_sampled == np.flatnonzero(alone.loss_mask)[0]
+
+
+def test_advantages_of_another_length_are_not_given_to_neighbours():
+    several = RolloutGroup("test:1", (rollout([(2, [True] * 3)]), rollout([(2, [True] * 5)])))
+    with pytest.raises(ValueError, match="broadcast"):
+        assemble_examples([several], [[np.ones(6, np.float32), np.ones(4, np.float32)]])
+
+
+def test_no_examples_of_no_groups():
+    assert assemble_examples([], []) == []
 
 
 def test_each_sample_must_fit_a_row_and_not_all_of_them_together():

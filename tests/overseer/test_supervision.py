@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from penstock.overseer import supervision
 from penstock.overseer.supervision import ThreadGroup, Watchdog, abort_when_hung
 from penstock.types import NoProgressError
 from tests.waiting import wait_until
@@ -99,6 +100,17 @@ def test_the_abort_when_hung_ends_a_process_whose_supervisor_hangs(tmp_path):
     ended = subprocess.run([sys.executable, "-c", program, str(stacks)], timeout=280, check=False)
     assert ended.returncode == 1
     assert "line 3" in stacks.read_text()
+
+
+def test_the_abort_when_hung_is_put_off_once_a_second_however_often_it_is_asked(tmp_path, monkeypatch):
+    armed, now = list[float](), [100.0]
+    monkeypatch.setattr(supervision.faulthandler, "dump_traceback_later", lambda limit_s, **_: armed.append(now[0]))
+    monkeypatch.setattr(supervision.time, "monotonic", lambda: now[0])
+    with abort_when_hung(60.0, tmp_path / "stacks.txt") as alive:
+        for _ in range(30):
+            now[0] += 0.25
+            alive()
+    assert armed == [100.0 + second for second in range(8)]
 
 
 def test_the_abort_when_hung_leaves_no_trace_of_a_run_that_ended_by_itself(tmp_path):

@@ -192,11 +192,15 @@ def abort_when_hung(limit_s: float, stacks_path: Path) -> Iterator[Callable[[], 
             stacks_path.unlink()
 
 
+OBJECTS_BETWEEN_COLLECTIONS = 10_000
+"""At least."""
+
+
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
     """Leaves out of every garbage collection what is there already: modules, mostly, a tenth of a second each time.
 
-    Of 128 short answers an update Python's own limit, 700 more objects, makes seven collections, which find nothing.
+    Python's own limit, 700 more objects, makes four collections of an update of 128 short answers; they find nothing.
     """
     limit, *older = gc.get_threshold()
     gc.freeze()
@@ -206,9 +210,6 @@ def _seldom_collected() -> Iterator[None]:
     finally:
         gc.set_threshold(limit, *older)
         gc.unfreeze()
-
-
-OBJECTS_BETWEEN_COLLECTIONS = 10_000
 
 
 SUPERVISION_S = 0.2
