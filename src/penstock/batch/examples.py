@@ -120,7 +120,7 @@ def _assembled(rollouts: Sequence[AnyRollout], advantages: Sequence[Advantage]) 
     mask = np.zeros(len(answered), np.bool_)
     mask[answered] = sampled
 
-    def spread(values: np.ndarray, fill: float, dtype: type) -> np.ndarray:
+    def spread(values: np.ndarray, fill: float, dtype: type[np.generic]) -> np.ndarray:
         """Values of all answers' tokens at their positions, and another wherever the policy did not sample."""
         found = np.full(len(mask), fill, dtype)
         found[mask] = values[sampled]

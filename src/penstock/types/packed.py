@@ -64,6 +64,13 @@ class PackedRollout:
         "finish_reason", "oldest_weight_step", "rewards_by_function", "sample_starts", "turns",
     )  # fmt: skip
 
+    _block: bytes
+    _name: int | str
+    _prompt_length: int
+    _seconds: bytes
+    _shared: _Shared
+    _timestamp: float | None
+    _weight_step: int | None
     episode_reward: float
     oldest_weight_step: int | None
     finish_reason: FinishReason

@@ -283,7 +283,7 @@ class ParityCheck:
 
 def _sampled(examples: Sequence[RLExample]) -> int:
     """Tokens."""
-    return sum(np.count_nonzero(example.loss_mask) for example in examples)
+    return sum(int(np.count_nonzero(example.loss_mask)) for example in examples)
 
 
 def sampled_first_by(example: RLExample, step: int) -> bool:
