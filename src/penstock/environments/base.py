@@ -14,7 +14,7 @@ field, what was found, and what was expected; it costs its own group and no othe
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, SupportsInt
@@ -366,7 +366,8 @@ def _validate_rollout(rollout: Any, where: str) -> None:
     if sampled < len(rollout.response_mask) and rollout.response_logprobs[~rollout.response_mask].any():
         raise EnvironmentFailure(f"{where}: response_logprobs must be 0 where response_mask is false")
     length = len(rollout.prompt_tokens) + len(rollout.response_tokens)
-    for name, value in _beyond_limit(rollout):
+    if beyond := _beyond_limit(rollout):
+        name, value = beyond
         raise EnvironmentFailure(f"{where}: {name} is {value:g}: {_BEYOND}")
     for name, given in rollout.rewards_by_function:
         if given is not None and not isinstance(given, int | float | np.number):
@@ -376,12 +377,12 @@ def _validate_rollout(rollout: Any, where: str) -> None:
             raise EnvironmentFailure(f"{where}: turns has the span {turn.start}..{turn.stop} in {length} tokens")
 
 
-def _beyond_limit(rollout: Rollout) -> Iterator[tuple[str, float]]:
-    """By field, rewards that are too far from 0."""
+def _beyond_limit(rollout: Rollout) -> tuple[str, float] | None:
+    """The first reward that is too far from 0, and its field."""
     if not abs(rollout.episode_reward) <= REWARD_LIMIT:
-        yield "episode_reward", float(rollout.episode_reward)
-    for position in np.flatnonzero(~(np.abs(rollout.token_rewards) <= REWARD_LIMIT)).tolist():
-        yield f"token_rewards[{position}]", float(rollout.token_rewards[position])
+        return "episode_reward", rollout.episode_reward
+    far = np.flatnonzero(~(np.abs(rollout.token_rewards) <= REWARD_LIMIT))
+    return (f"token_rewards[{far[0]}]", float(rollout.token_rewards[far[0]])) if len(far) else None
 
 
 def validate_metrics(metrics: Any, env_name: str) -> dict[str, float]:
