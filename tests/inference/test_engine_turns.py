@@ -100,6 +100,33 @@ def test_another_name_for_the_same_weights_is_another_version(start_engine, deco
     assert engine.stats()["inference/prefix_hits_total"] == 0
 
 
+def test_turns_that_come_together_with_a_stranger_go_on_where_they_were(
+    start_engine, decoder, shapes, forgetting, monkeypatch
+):
+    engine, texts = start_engine(decoder, shapes), list[list[int]]()
+    fork, copied = engine._batch.runner.fork, list[int]()
+
+    def noted(sources):
+        copied.extend(count for _, count in sources.values())
+        fork(sources)
+
+    monkeypatch.setattr(engine._batch.runner, "fork", noted)
+    for seed in (1, 2):
+        text = said(seed, 9)
+        (answer,) = ask(engine, text, seed)
+        texts.append([*text, *answer.response_tokens.tolist(), *said(seed + 2)])
+    asked = [(said(9, 20), 2), (texts[1], 1), (texts[0], 1)]
+    saved = engine.stats()["inference/prefix_tokens_total"]
+    decoding = Decoding(max_output_tokens=ANSWER, stop_token_ids=(999,))
+    requests = [GenerationRequest(np.array(text, np.int32), decoding, 5, n) for text, n in asked]
+    found, expected = (
+        [done for future in each.submit(requests) for done in future.result(WAIT_S)] for each in (engine, forgetting)
+    )
+    assert_same(found, expected)
+    assert engine.stats()["inference/prefix_tokens_total"] - saved == 2 * (9 + ANSWER - 1)
+    assert copied == [19], "what the stranger's second answer needs, and no conversation: each is where its text is"
+
+
 def test_a_rewritten_history_shares_its_beginning(start_engine, decoder, shapes, forgetting):
     engine, text = start_engine(decoder, shapes), said(0, 24)
     (first,) = ask(engine, text)
