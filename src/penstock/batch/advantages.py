@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int
 
-from penstock.batch.examples import assemble_example
+from penstock.batch.examples import assemble_examples
 from penstock.batch.group_pool import group_of
 from penstock.types import AnyRollout, ConfigError, RLExample, Rollout, RolloutGroup
 
@@ -199,10 +199,9 @@ def with_kl_in_reward(
     for rollout in rollouts:
         members.setdefault(rollout.group_id, []).append(_penalised(rollout, by_id[rollout.rollout_id], coefficient))
     groups = [group_of(of_one) for of_one in members.values()]
-    for group, values in zip(groups, compute_advantages(name, groups), strict=True):
-        for rollout, value in zip(group.rollouts, values, strict=True):
-            advantage = assemble_example(rollout, value).advantage
-            by_id[rollout.rollout_id] = replace(by_id[rollout.rollout_id], advantage=advantage)
+    for made in assemble_examples(groups, compute_advantages(name, groups)):
+        (rollout_id,) = made.rollout_ids
+        by_id[rollout_id] = replace(by_id[rollout_id], advantage=made.advantage)
     return [by_id[example.rollout_ids[0]] for example in examples]
 
 

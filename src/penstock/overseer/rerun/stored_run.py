@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.batch import GroupFilters, compute_advantages, with_kl_in_reward
-from penstock.batch.examples import assemble_example
+from penstock.batch.examples import assemble_examples
 from penstock.learner import Checkpoint, KlConfig, LearnerConfig, load_checkpoint
 from penstock.learner.checkpoints import find_checkpoints
 from penstock.model.programs import arithmetic, compile_programs
@@ -325,11 +325,7 @@ class StoredRun:
             members_of_all = [rollout for group in groups for rollout in group.rollouts]
             return with_kl_in_reward(estimator, members_of_all, examples, config.learner.kl.coefficient)
         values = compute_advantages(estimator, groups)
-        by_id = {
-            rollout.rollout_id: assemble_example(rollout, value)
-            for group, advantages in zip(groups, values, strict=True)
-            for rollout, value in zip(group.rollouts, advantages, strict=True)
-        }
+        by_id = {made.rollout_ids[0]: made for made in assemble_examples(groups, values)}
         return [replace(example, advantage=by_id[example.rollout_ids[0]].advantage) for example in examples]
 
     # --- the learner ---------------------------------------------------------------------------------------------
