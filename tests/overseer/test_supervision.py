@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import subprocess
@@ -100,6 +101,19 @@ def test_the_abort_when_hung_ends_a_process_whose_supervisor_hangs(tmp_path):
     ended = subprocess.run([sys.executable, "-c", program, str(stacks)], timeout=280, check=False)
     assert ended.returncode == 1
     assert "line 3" in stacks.read_text()
+
+
+@pytest.mark.parametrize(("own", "within"), [(700, 10_000), (20_000, 20_000), (0, 0)])
+def test_garbage_is_seldom_collected_while_a_run_is_watched(own, within):
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(own, *before[1:])
+        with pytest.raises(NoProgressError), supervision._seldom_collected():
+            assert gc.get_threshold() == (within, *before[1:]) and gc.get_freeze_count() > 0
+            raise NoProgressError("over")
+        assert gc.get_threshold() == (own, *before[1:]) and gc.get_freeze_count() == 0
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_the_abort_when_hung_is_put_off_once_a_second_however_often_it_is_asked(tmp_path, monkeypatch):

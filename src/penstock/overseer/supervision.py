@@ -193,18 +193,18 @@ def abort_when_hung(limit_s: float, stacks_path: Path) -> Iterator[Callable[[], 
 
 
 OBJECTS_BETWEEN_COLLECTIONS = 10_000
-"""At least."""
+"""At least, unless somebody wants none at all (0)."""
 
 
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
     """Leaves out of every garbage collection what is there already: modules, mostly, a tenth of a second each time.
 
-    Python's own limit, 700 more objects, makes four collections of an update of 128 short answers; they find nothing.
+    Python's own limit, 700 more objects, is reached several times by an update of 128 short answers.
     """
     limit, *older = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(max(limit, OBJECTS_BETWEEN_COLLECTIONS), *older)
+    gc.set_threshold(limit and max(limit, OBJECTS_BETWEEN_COLLECTIONS), *older)
     try:
         yield
     finally:
