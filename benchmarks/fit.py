@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # it loads JAX, which must be told first where there is no ch
 
 BASE = {
     "async": False, "model.init.vocab_size": 4096, "curriculum.lessons.cats.sampling_params.max_output_tokens": 16,
-    "learner.remat": "layer",
+    "learner.remat": "layer", "learner.minibatches": 1,
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "wide, long rows": {
@@ -236,7 +236,10 @@ def calibrate(names: Sequence[str]) -> int:
 
 
 MODELS, ROWS = ("0.5b", "1.5b", "7b"), (4096, 16384, 65536)
-LARGE = ["model.dtype=bfloat16", "learner.micro_batch_rows=1", "learner.remat=layer", "inference.max_slots=16"]
+LARGE = [
+    "model.dtype=bfloat16", "learner.micro_batch_rows=1", "learner.minibatches=1", "learner.remat=layer",
+    "inference.max_slots=16",
+]  # fmt: skip
 """What the tables change of the recipe `cats`, whose lessons do not matter here."""
 RANK, TRAINED = 16, ("full", "lora")
 LINEAR = 4.4

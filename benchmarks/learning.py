@@ -5,7 +5,7 @@
     python -m benchmarks.learning arithmetic --seeds 1 --control
     python -m benchmarks.learning cartpole --seeds 8 --least 475 --within 90
     python -m benchmarks.learning memory --seeds 2 --control model.memory=none
-    python -m benchmarks.learning arithmetic --presets all --seeds 3 --results presets.jsonl --shared-start --jobs 2
+    python -m benchmarks.learning arithmetic --presets all --seeds 3 [--results presets.jsonl] [--jobs 2]
 
 What is trained is compared with what the reinforcement learning began with, on the same held-out prompts with the same
 sampling seeds: after a warm start, where there is one, so that nothing it taught counts as a gain. A lesson passes with
@@ -18,9 +18,11 @@ change one answer.
 
 With ``--presets`` each of those named trains with each seed, in a process of its own on one core, with two optimiser
 steps per update where nothing else is said, since a clip can act from the second on; all have the same marks, and a
-preset passes as a recipe does. Its runs are kept in ``--results`` and not made again (`benchmarks.campaign`). With
-``--shared-start`` the recipe's warm start is made once for each seed, beside the results, and all presets go on from
-there: the changes are then of the reinforcement learning alone.
+preset passes as a recipe does. What the recipe starts with, its warm start too, is made once for each seed, and all
+presets go on from there. Runs and starts are kept in ``--results`` and beside it, and not made again
+(`benchmarks.campaign`). Of `arithmetic` the lesson *medium* is judged, with large batches, four steps per update and
+everything but the last norm frozen, since 40 updates of whatever loss then teach something (docs/performance.md);
+changes, marks and lessons that are given take the place of these.
 """
 
 import argparse
@@ -33,7 +35,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -49,6 +51,27 @@ from penstock.types.intervals import Interval, difference_interval, reward_inter
 STILL = "learner.optimizer.learning_rate=0"
 SEVERAL = "learner.minibatches=2"
 """What every preset runs with, unless steps of an update are given."""
+
+
+class Comparison(NamedTuple):
+    """How presets are compared: changes to the recipe, and what is judged."""
+
+    changes: tuple[str, ...] = ()
+    lessons: tuple[str, ...] | None = None
+    least: float = -math.inf
+    gain: float = 0.4
+
+
+COMPARED = {
+    "arithmetic": Comparison(
+        (
+            "steps=40", "learner.minibatches=4", 'learner.optimizer.frozen=[embedding,"layers.*"]',
+            "learner.optimizer.learning_rate=2e-2", "learner.optimizer.warmup_steps=3", "replay.groups_per_batch=32",
+            "inference.max_slots=256", "replay.store.buffer_size=256", "curriculum.eval_frequency=0",
+        ), ("medium",), least=0.35, gain=0.1,
+    ),
+}  # fmt: skip
+"""By recipe; others are compared as they are."""
 NEEDS = {"ppo": ("learner.critic.learning_rate=1e-3",)}
 """What a preset has to be told of small models: the default rate of a value head is for wide ones."""
 
@@ -153,12 +176,12 @@ def shared_start(recipe: str, seed: int, folder: Path) -> list[str]:
 def run_presets(options: argparse.Namespace, seeds: Sequence[int]) -> list[Outcome]:
     """Of every preset that is named with every seed, those of one seed after one another."""
     cells: list[Cell] = []
-    for seed in seeds:
-        words = list(options.overrides)
-        if options.shared_start:
-            words += shared_start(options.recipe, seed, options.results.with_suffix("") / f"{options.recipe}-{seed}")
-        cells += [cell_of(options.recipe, words, name, seed) for name in presets_of(options)]
-    found = campaign.go_through(cells, campaign.trained_on_core, options.results, options.jobs)
+    with tempfile.TemporaryDirectory(prefix="penstock-learning-") as passing:
+        starts = options.results.with_suffix("") if options.results else Path(passing)
+        for seed in seeds:
+            words = [*options.overrides, *shared_start(options.recipe, seed, starts / f"{options.recipe}-{seed}")]
+            cells += [cell_of(options.recipe, words, name, seed) for name in presets_of(options)]
+        found = campaign.go_through(cells, campaign.trained_on_core, options.results, options.jobs)
     return [outcome for cell in cells for outcome in outcomes_of(cell, found[cell])]
 
 
@@ -220,22 +243,24 @@ def main() -> int:
     seeds.add_argument("--seeds", type=int, default=5, help="so many: 0, 1, 2, …")
     seeds.add_argument("--seed-list", type=int, nargs="+", metavar="SEED", help="these")
     parser.add_argument("--lessons", nargs="+", help="judge these only; by default every lesson")
-    parser.add_argument("--gain", type=float, default=0.4)
+    parser.add_argument("--gain", type=float, help="by default 0.4")
     parser.add_argument("--passes", type=int, default=None, help="seeds that must pass; by default all but one in five")
-    parser.add_argument("--least", type=float, default=-math.inf, help="reward or return")
+    parser.add_argument("--least", type=float, help="reward or return; by default any")
     parser.add_argument("--within", type=float, default=math.inf, help="seconds")
     parser.add_argument("--control", nargs="?", const=STILL, metavar="KEY=VALUE")
     parser.add_argument("--presets", nargs="+", choices=("all", *get_args(Preset)), metavar="PRESET", help="or all")
-    parser.add_argument("--shared-start", action="store_true", help="one warm start per seed, for all presets")
     campaign.add_options(parser)
     options = parser.parse_intermixed_args()
     chosen: list[int] = options.seed_list or list(range(options.seeds))
     if options.control and options.presets:
         parser.error("--control compares a recipe with itself: leave --presets out")
-    if not options.presets and (options.results or options.shared_start or options.jobs != 1):
-        parser.error("--results, --shared-start and --jobs are of --presets: give it, or leave them out")
-    if options.shared_start and not options.results:
-        parser.error("--shared-start keeps the warm starts beside --results: give it")
+    if not options.presets and (options.results or options.jobs != 1):
+        parser.error("--results and --jobs are of --presets: give it, or leave them out")
+    usual = COMPARED.get(options.recipe, Comparison()) if options.presets else Comparison()
+    options.overrides = [*usual.changes, *options.overrides]
+    options.lessons = options.lessons or usual.lessons
+    options.least = usual.least if options.least is None else options.least
+    options.gain = usual.gain if options.gain is None else options.gain
     outcomes: list[Outcome] = run_presets(options, chosen) if options.presets else []
     for seed in () if options.presets else chosen:
         outcomes += run(options.recipe, seed, options.overrides, "trained")

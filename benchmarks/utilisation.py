@@ -74,8 +74,9 @@ class Case(NamedTuple):
         """An eighth of the update at once, and slots for all of its sequences."""
         sequences, lesson = max(self.tokens // self.length, 1), "curriculum.lessons.cats.sampling_params"
         words = [
-            "model.dtype=bfloat16", "learner.remat=layer", "async=false", "replay.groups_per_batch=1",
-            f"{lesson}.n_generations_per_prompt={sequences}", f"{lesson}.max_output_tokens={self.length // 2}",
+            "model.dtype=bfloat16", "learner.remat=layer", "learner.minibatches=1", "async=false",
+            "replay.groups_per_batch=1", f"{lesson}.n_generations_per_prompt={sequences}",
+            f"{lesson}.max_output_tokens={self.length // 2}",
             f"learner.row_length={self.length}", f"learner.micro_batch_rows={max(sequences // 8, 1)}",
             f"inference.max_seq_len={self.length}", f"inference.prefill_lengths=[{self.length // 2}]",
             f"inference.max_slots={sequences}", *self.changes,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks.campaign import Cell, Outcomes, go_through, numbers_of, on_core
 
+import penstock
 from benchmarks import campaign, learning, staleness
 
 CELLS = [Cell(name, "toy", seed, ("steps=3",)) for seed in (0, 1) for name in ("one", "other")]
@@ -102,6 +103,7 @@ def test_every_preset_has_its_own_line_and_the_same_marks(monkeypatch, capsys, t
         return results(0.4 if cell.name == "gspo" else 0.9)
 
     monkeypatch.setattr(campaign, "trained_on_core", measure)
+    monkeypatch.setattr(learning, "shared_start", lambda recipe, seed, folder: [f"start={folder.name}"])
     words = [
         "--presets",
         "rloo",
@@ -119,7 +121,8 @@ def test_every_preset_has_its_own_line_and_the_same_marks(monkeypatch, capsys, t
     said = capsys.readouterr().out
     assert "gspo\ntoy: learned with 0 of 2 seeds" in said and said.count("2 of 2 seeds pass") == 2
     assert "0.1250" in said and "1,000" in said
-    assert asked[0] == Cell("rloo", "toy", 0, ("learner.loss.preset=rloo", "learner.minibatches=2", "steps=9"))
+    words_of_first = "learner.loss.preset=rloo", "learner.minibatches=2", "steps=9", "start=toy-0"
+    assert asked[0] == Cell("rloo", "toy", 0, words_of_first)
     assert "learner.critic.learning_rate=1e-3" in asked[2].overrides
     monkeypatch.setattr(sys, "argv", ["learning", "toy", "learner.epochs=3", *words[:2], "--seeds", "1"])
     assert learning.main() == 0 and "learner.minibatches=2" not in asked[-1].overrides
@@ -127,9 +130,8 @@ def test_every_preset_has_its_own_line_and_the_same_marks(monkeypatch, capsys, t
 
 @pytest.mark.parametrize(
     "words",
-    ["--results x.jsonl", "--jobs 2", "--shared-start", "--presets all --shared-start", "--presets all --control",
-     "--presets none"],
-)  # fmt: skip
+    ["--results x.jsonl", "--jobs 2", "--presets all --control", "--presets none"],
+)
 def test_options_that_cannot_act_are_refused(monkeypatch, words):
     monkeypatch.setattr(sys, "argv", ["learning", "toy", *words.split()])
     with pytest.raises(SystemExit):
@@ -149,12 +151,34 @@ def test_a_warm_start_is_made_once_per_seed_and_all_presets_go_on_from_it(monkey
 
     monkeypatch.setattr(campaign, "trained_on_core", measure)
     monkeypatch.setattr(campaign, "on_core", on_core)
-    words = ["--presets", "rloo", "grpo", "--seeds", "2", "--results", str(tmp_path / "o.jsonl"), "--shared-start"]
+    words = ["--presets", "rloo", "grpo", "--seeds", "2", "--results", str(tmp_path / "o.jsonl")]
     monkeypatch.setattr(sys, "argv", ["learning", "toy", *words])
     assert learning.main() == 0 == learning.main()
     assert [command[5] for command in made] == ["seed=0", "seed=1"] and len(asked) == 4
     start = tmp_path / "o" / "toy-1" / "checkpoints" / "step-0"
     assert {f"model.initial_checkpoint={start}", "learner.warm_start=null"} <= set(asked[3].overrides)
+
+
+def test_what_is_compared_of_arithmetic_and_what_is_said_takes_its_place(monkeypatch, capsys):
+    asked = []
+
+    def measure(cell, _core):
+        asked.append(cell)
+        return {**results(0.4), "before": results(0.2)["after"]}
+
+    monkeypatch.setattr(campaign, "trained_on_core", measure)
+    monkeypatch.setattr(learning, "shared_start", lambda recipe, seed, folder: [])
+    monkeypatch.setitem(learning.COMPARED, "toy", learning.COMPARED["arithmetic"]._replace(lessons=("toy",)))
+    words = ["learning", "toy", "--presets", "grpo", "--seeds", "1"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert learning.main() == 0  # 0.2 more, and at least 0.35
+    config = penstock.load_config("arithmetic", list(asked[0].overrides))
+    assert (config.steps, config.learner.optimizer_steps) == (40, 4)
+    assert config.learner.optimizer.frozen == ("embedding", "layers.*")
+    for changed in (["--gain", "0.3"], ["--least", "0.5"]):
+        monkeypatch.setattr(sys, "argv", [*words, "steps=41", *changed])
+        assert learning.main() == 1
+    assert penstock.load_config("arithmetic", list(asked[1].overrides)).steps == 41
 
 
 def test_staleness_is_compared_with_fresh_rollouts_seed_by_seed(monkeypatch, capsys):
@@ -188,8 +212,6 @@ def test_cells_of_the_whole_campaign():
 
 
 def test_every_cell_is_a_valid_configuration():
-    import penstock
-
     options = staleness.argparse.Namespace(budgets=[8], corrections=list(staleness.CORRECTIONS), seeds=2, overrides=[])
     for cell, _ in staleness.cells_of(options).values():
         penstock.load_config(cell.recipe, list(cell.overrides))

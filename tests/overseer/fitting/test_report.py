@@ -57,7 +57,7 @@ def shapes():
 
 
 def config(*changes):
-    rows = ["learner.row_length=128", "learner.micro_batch_rows=4", "learner.remat=layer"]
+    rows = ["learner.row_length=128", "learner.micro_batch_rows=4", "learner.minibatches=1", "learner.remat=layer"]
     return penstock.load_config("cats", ["inference.max_slots=2", "inference.windows=[32]", *rows, *changes])
 
 
