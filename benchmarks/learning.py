@@ -179,7 +179,10 @@ def run_presets(options: argparse.Namespace, seeds: Sequence[int]) -> list[Outco
     with tempfile.TemporaryDirectory(prefix="penstock-learning-") as passing:
         starts = options.results.with_suffix("") if options.results else Path(passing)
         for seed in seeds:
-            words = [*options.overrides, *shared_start(options.recipe, seed, starts / f"{options.recipe}-{seed}")]
+            words = [
+                *options.overrides,
+                *shared_start(options.recipe, seed, starts / f"{Path(options.recipe).stem}-{seed}"),
+            ]
             cells += [cell_of(options.recipe, words, name, seed) for name in presets_of(options)]
         found = campaign.go_through(cells, campaign.trained_on_core, options.results, options.jobs)
     return [outcome for cell in cells for outcome in outcomes_of(cell, found[cell])]
@@ -256,6 +259,11 @@ def main() -> int:
         parser.error("--control compares a recipe with itself: leave --presets out")
     if not options.presets and (options.results or options.jobs != 1):
         parser.error("--results and --jobs are of --presets: give it, or leave them out")
+    of_start = [word for word in options.overrides if word.startswith(("model.", "learner.warm_start"))]
+    if options.presets and of_start:
+        parser.error(
+            f"--presets goes on from what the recipe itself starts with: put {of_start[0]} into one of your own"
+        )
     usual = COMPARED.get(options.recipe, Comparison()) if options.presets else Comparison()
     options.overrides = [*usual.changes, *options.overrides]
     options.lessons = options.lessons or usual.lessons

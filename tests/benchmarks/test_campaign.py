@@ -130,8 +130,9 @@ def test_every_preset_has_its_own_line_and_the_same_marks(monkeypatch, capsys, t
 
 @pytest.mark.parametrize(
     "words",
-    ["--results x.jsonl", "--jobs 2", "--presets all --control", "--presets none"],
-)
+    ["--results x.jsonl", "--jobs 2", "--presets all --control", "--presets none",
+     "--presets all learner.warm_start.steps=9", "--presets all model.dtype=bfloat16"],
+)  # fmt: skip
 def test_options_that_cannot_act_are_refused(monkeypatch, words):
     monkeypatch.setattr(sys, "argv", ["learning", "toy", *words.split()])
     with pytest.raises(SystemExit):

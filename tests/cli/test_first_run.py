@@ -98,7 +98,7 @@ def test_a_checkpoint_is_evaluated_offline_by_its_own_recipe(interrupted, resume
     report = json.loads(done.stdout)
     same = {"value": 0.0, "low": 0.0, "high": 0.0}
     assert report["lessons"]["cats"]["difference"] == {
-        "prompts": 3, "reward_mean": same, "success_rate": same, "unpaired": 0
+        "prompts": 3, "reward_mean": same, "success_rate": same, "pass_at": {"2": same}, "unpaired": 0
     }  # fmt: skip
     assert report["baseline"]["lessons"]["cats"]["reward_mean"] == report["lessons"]["cats"]["reward_mean"]
     cats = report["lessons"]["cats"]
