@@ -72,8 +72,15 @@ COMPARED = {
     ),
 }  # fmt: skip
 """By recipe; others are compared as they are."""
-NEEDS = {"ppo": ("learner.critic.learning_rate=1e-3",)}
-"""What a preset has to be told of small models: the default rate of a value head is for wide ones."""
+NEEDS = {
+    "ppo": ("learner.critic.learning_rate=1e-3",),
+    "gspo": ("learner.loss.clip_epsilon_low=3e-3", "learner.loss.clip_epsilon_high=4e-3"),
+}
+"""What a preset has to be told of small models and short answers.
+
+The default rate of a value head is for wide models. GSPO's clip is for answers of a thousand tokens: its ratio is a
+mean over them, which of ten varies ten times as much.
+"""
 
 
 @dataclass(frozen=True)
