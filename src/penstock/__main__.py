@@ -1,7 +1,7 @@
 """The process of a command: ``penstock``, which is ``python -m penstock``.
 
-On Linux one that computes begins anew with the memory that glibc hands out in huge pages: XLA asks for its temporaries
-at every call, and a CPU spends up to a fifth of an update on faulting them in by 4 KiB
+On Linux one that computes begins anew with the memory that glibc hands out in huge pages: on CPUs XLA asks for its
+temporaries at every call, and of a large model a fifth of the time goes into faulting them in by 4 KiB
 (docs/decisions/023-huge-pages.md).
 """
 
