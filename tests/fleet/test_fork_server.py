@@ -202,7 +202,7 @@ def test_a_fork_server_that_does_not_end_is_told_within_the_limit(end, monkeypat
         patch.setattr(subprocess.Popen, "kill", lambda process: None)
         began_s = time.monotonic()
         assert getattr(link, end)() is False
-        assert time.monotonic() - began_s < 2.0
+        assert time.monotonic() - began_s < 5.0
     left = fork_client._LEFT_BEHIND[-1]
     os.kill(link.pid, signal.SIGKILL)
     await_gone([link.pid])

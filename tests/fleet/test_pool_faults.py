@@ -51,7 +51,7 @@ def test_a_killed_process_is_respawned_alone_and_its_actions_come_back_as_faults
         killed_s = time.monotonic()
         victims = set(range(rows, 2 * rows))
         driver.run_until(lambda: driver.faults(rows))
-        assert time.monotonic() - killed_s < 1.5
+        assert time.monotonic() - killed_s < 15.0  # not at `step_timeout_s`, 30 s
         driver.steps(8)
         after = driver.pool.process_ids()
         _assert_one_fault(driver, victims)

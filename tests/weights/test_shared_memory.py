@@ -148,11 +148,11 @@ def test_pieces_shrink_so_that_threads_end_together():
 def test_a_helper_that_finds_no_core_is_not_waited_for():
     copier, release = ParallelCopier(), threading.Event()
     for _ in range(copier._helpers):
-        copier._pool.submit(release.wait, 5.0)
+        copier._pool.submit(release.wait, 60.0)
     source = np.arange(1_000_000)
     target, began = np.zeros_like(source), time.monotonic()
     copier.begin([(target.view(np.uint8), source.view(np.uint8))])()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 30.0
     np.testing.assert_array_equal(target, source)
     release.set()
     copier.close()

@@ -157,10 +157,10 @@ def test_close_kills_the_whole_engine_even_if_its_own_end_hangs(engine, monkeypa
     while len(below := descendants(shell_pid)) < 2:
         assert time.monotonic() < end_s, "the engine has not started"
     if hangs:
-        monkeypatch.setattr(sim, "close", lambda: time.sleep(2))
+        monkeypatch.setattr(sim, "close", lambda: time.sleep(60))
     began_s = time.monotonic()
     simulator.close()
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < 30
     assert sim.env.started.wait(5) == -9
     wait_until_gone({mark.pid for mark in below})
     for mark in below:

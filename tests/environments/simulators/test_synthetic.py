@@ -134,7 +134,7 @@ def test_a_child_that_is_killed_is_noticed_at_once():
     began_s = time.monotonic()
     with pytest.raises(SyntheticError, match=f"child process {child_pid} is dead"):
         simulator.step(0)
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < 10
     simulator.close()
 
 

@@ -83,7 +83,7 @@ def test_a_killed_engine_raises_at_once_and_a_reset_starts_another(basic):
     with pytest.raises(Exception, match="instance crash"):
         for _ in range(3):
             basic.step(0)
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < 10
     again, _ = basic.reset(seed=8)
     assert np.array_equal(first["screen"], again["screen"])
     assert basic.engine_pid not in (None, engine_pid)
