@@ -160,7 +160,7 @@ def test_close_kills_the_whole_engine_even_if_its_own_end_hangs(engine, monkeypa
         monkeypatch.setattr(sim, "close", lambda: time.sleep(60))
     began_s = time.monotonic()
     simulator.close()
-    assert time.monotonic() - began_s < 30
+    assert time.monotonic() - began_s < 5
     assert sim.env.started.wait(5) == -9
     wait_until_gone({mark.pid for mark in below})
     for mark in below:
