@@ -104,6 +104,10 @@ def test_a_token_is_not_printed():
             ({"engine": "vllm", "external": {"urls": ["http://a:1"], "pause": pause, "kv": "keep"}}, "kv is")
             for pause in ("wait", "abort")
         ),
+        *(
+            ({"engine": "vllm", "external": external, "tls_ca": "a.pem"}, "tls_ca is .* asked over http")
+            for external in ({"urls": ["http://a:1"]}, {"launch": ["x", "{model}"]})
+        ),
         ({"engine": "openai", "external": {"urls": ["http://a:1"]}}, "no way to change weights; set it to none"),
         (
             {"engine": "openai", "external": {"launch": ["x", "{model}"], "weights": "none"}},
@@ -122,5 +126,6 @@ def test_an_external_engine_that_cannot_be_is_refused(keys, said):
 
 @pytest.mark.parametrize("url", ["http://a", "https://a.b:65535", "http://10.0.0.1:1", "http://[::1]:8000"])
 def test_a_server_may_be_anywhere(url):
-    config = InferenceConfig.model_validate({"engine": "vllm", "external": {"urls": [url]}})
+    trusted = {"tls_ca": "a.pem"} if url.startswith("https:") else {}
+    config = InferenceConfig.model_validate({"engine": "vllm", "external": {"urls": [url]}, **trusted})
     assert config.external is not None and config.external.urls == (url,)

@@ -1,6 +1,7 @@
 """Weight swaps: between dispatches only, whole, and recorded token by token."""
 
 import gc
+import queue
 import threading
 
 import equinox as eqx
@@ -263,6 +264,31 @@ def test_a_pause_that_waits_lets_what_runs_end_and_admits_nothing(engine, monkey
     assert [c.finish_reason for c in running.result(WAIT_S)] == ["length"] * slots and not waiting.done()
     engine.resume()
     assert len(waiting.result(WAIT_S)[0].response_tokens) == 16
+
+
+def test_a_pause_that_is_ended_before_it_has_begun_says_so_at_once(engine, monkeypatch):
+    decode, found = engine._batch.runner.decode, queue.SimpleQueue()
+
+    def pause():
+        try:
+            engine.pause("wait", False, 30.0)
+        except NoProgressError as error:
+            found.put(str(error))
+        else:
+            found.put("paused")
+
+    def decode_and_pause(*rows):
+        if found.empty() and engine._pause is None:
+            threading.Thread(target=pause, daemon=True).start()
+            wait_until(lambda: engine._pause is not None, "the pause is asked for")
+            engine.resume()
+            assert found.get(timeout=WAIT_S) == "the inference engine was resumed before it had paused"
+            found.put("said")
+        return decode(*rows)
+
+    monkeypatch.setattr(engine._batch.runner, "decode", decode_and_pause)
+    (running,) = engine.submit([request()])
+    assert len(running.result(WAIT_S)[0].response_tokens) == 16 and found.get_nowait() == "said"
 
 
 def test_what_a_pause_waits_for_may_outgrow_the_window(engine, decoder, monkeypatch):

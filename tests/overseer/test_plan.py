@@ -88,7 +88,7 @@ def test_a_dry_run_tries_what_the_run_would_import(tmp_path, key, name, error, c
     [
         ({"api_key_file": "absent"}, None, "inference.external.api_key_file is .*absent: .*No such file"),
         ({"api_key_file": "empty"}, None, "api_key_file is .*empty: it is empty; write the key there"),
-        ({}, "empty", "inference.tls_ca is .*empty: its certificates cannot be read"),
+        ({"urls": ["https://127.0.0.1:1"]}, "empty", "inference.tls_ca is .*empty: its certificates cannot be read"),
         (
             {"weights_dir": "empty/weights"},
             None,

@@ -290,6 +290,8 @@ class InferenceConfig(EngineConfig):
             raise ValueError("external.launch is given: only vLLM is launched; start the server, and give its urls")
         if self.engine == "sglang":
             self._check_sglang(external)
+        if external.launch or (external.urls and not any(url.startswith("https:") for url in external.urls)):
+            refuse_idle(self, ("tls_ca",), "the servers are asked over http, which knows no certificates")
         if external.urls and len(external.urls) != self.servers:
             raise ValueError(
                 f"external.urls names {len(external.urls)} servers, and servers is {self.servers}: give the same number"

@@ -323,8 +323,7 @@ class InferenceEngine:
         """
         with self._changed:
             if not self._wait_for(lambda: self._served >= version, timeout_s):
-                still = f"still served {self._served} and not {version}"
-                raise NoProgressError(f"the inference engine {still} after {timeout_s} s")
+                raise NoProgressError(f"the engine still served {self._served} and not {version} after {timeout_s} s")
 
     def digests(self, timeout_s: float) -> tuple[WeightVersion, dict[str, str]]:
         """What it serves, read from where the next dispatch reads it: the version, and each array's digest.
@@ -353,13 +352,12 @@ class InferenceEngine:
         """Computes nothing more; later requests wait, and weights are taken meanwhile.
 
         Args:
-            mode: What becomes of responses that run: they are kept for `resume`, waited for, or aborted, with those
-                that have not begun.
+            mode: What becomes of running responses: kept for `resume`, waited for, or aborted with those not begun.
             clear_cache: Those that are kept compute their cache anew when they go on, under the weights of then.
             timeout_s: Longest wait, in seconds.
 
         Raises:
-            NoProgressError: they took longer; the engine pauses when they are done.
+            NoProgressError: they took longer, and the engine pauses when they are done; or `resume` came before.
             RunFailed: the engine failed meanwhile.
             Stopped: it was stopped meanwhile.
         """
@@ -367,8 +365,10 @@ class InferenceEngine:
             self._refuse_if_ended()
             self._pause, self._recompute, self._paused = mode, clear_cache, False
             self._changed.notify_all()
-            if not self._wait_for(lambda: self._paused, timeout_s):
+            if not self._wait_for(lambda: self._paused or self._pause is None, timeout_s):
                 raise NoProgressError(f"the inference engine had not paused after {timeout_s} s")
+            if not self._paused:
+                raise NoProgressError("the inference engine was resumed before it had paused")
 
     def resume(self) -> None:
         """Goes on after `pause`."""
