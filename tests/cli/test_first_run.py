@@ -135,7 +135,10 @@ def test_a_checkpoint_is_served_until_ctrl_c(interrupted, resumed):
             assert process.stdout is not None
             url = next(line for line in process.stdout if "http://" in line).split()[-1]
             refused = httpx.get(f"{url}/models", timeout=LIMIT_S)
-            models = httpx.get(f"{url}/models", headers={"Authorization": "Bearer open sesame"}, timeout=LIMIT_S)
+            token = {"Authorization": "Bearer open sesame"}
+            models = httpx.get(f"{url}/models", headers=token, timeout=LIMIT_S)
+            asked = {"model": "kitten", "prompt": "cat", "max_tokens": 1}
+            answer = httpx.post(f"{url}/completions", json=asked, headers=token, timeout=LIMIT_S)
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=LIMIT_S)
         finally:
@@ -143,6 +146,7 @@ def test_a_checkpoint_is_served_until_ctrl_c(interrupted, resumed):
             process.kill()
     assert refused.status_code == 401
     assert [model["id"] for model in models.json()["data"]] == ["kitten"]
+    assert answer.json()["system_fingerprint"] == f"weights-0-{goal}"
     assert (process.returncode, err) == (0, "")
 
 

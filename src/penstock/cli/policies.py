@@ -283,8 +283,9 @@ def serve(
     from functools import partial
 
     from penstock.inference import serve
+    from penstock.overseer.language.generation import version_of
 
-    serve(checkpoint, config, announce=partial(print, flush=True))
+    serve(checkpoint, config, announce=partial(print, flush=True), step=version_of(checkpoint))
     return 0
 
 

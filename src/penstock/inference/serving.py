@@ -28,6 +28,7 @@ def serve(
     config: ServeConfig,
     announce: Callable[[str], None] = print,
     stop: threading.Event | None = None,
+    step: int = 0,
 ) -> None:
     """Serves a checkpoint until Ctrl-C.
 
@@ -36,6 +37,7 @@ def serve(
         config: Address, limits and engine.
         announce: Called with one line for each thing that happens, the URL in particular.
         stop: Ends it as Ctrl-C would, for callers that are not a terminal.
+        step: The version that the checkpoint holds, as which answers name it (``system_fingerprint``).
 
     Raises:
         CheckpointError: nothing can be loaded from there.
@@ -49,7 +51,7 @@ def serve(
     decoder = load_policy(policy, 0, tokenizer)
     max_seq_len = min(config.engine.max_seq_len, decoder.config.longest_sequence)
     engine_config = ServedEngineConfig.model_validate(config.engine.model_dump() | {"max_seq_len": max_seq_len})
-    engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, engine_config)
+    engine = InferenceEngine(decoder, WeightVersion(0, step), tokenizer, engine_config)
     name = config.model_name or Path(checkpoint).resolve().name
     access = AccessRules(config.token, config.host, config.max_body_bytes, config.max_waiting)
     app = create_app(engine, tokenizer, name, access, partial(_same_policy, config.model, tokenizer))
