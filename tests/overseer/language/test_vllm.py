@@ -28,7 +28,7 @@ from penstock.overseer.training import train
 from penstock.replay import RolloutStore
 from penstock.rundir import RunDirectory, read_events, read_status
 from penstock.text import Tokenizer
-from penstock.types import ConfigError, RunFailed, WeightVersion
+from penstock.types import ConfigError, WeightVersion
 from tests.fakes.real_vllm import ENVIRONMENT, VLLM
 from tests.overseer.language.conftest import HAS_VLLM, updates_of
 from tests.waiting import wait_until
@@ -158,7 +158,7 @@ def test_a_build_that_cannot_sleep_is_refused_with_its_own_words(engine_of):
     words = [f"model.init={json.dumps(MODEL)}", "overseer.max_restarts=0"]
     engine, _, _ = engine_of(decoder, tokenizer, *words, colocate=True)
     arrays = {name: np.asarray(each) for name, each in named_arrays(decoder).items()}
-    with pytest.raises(RunFailed, match="Sleep mode is not supported on current platform"):
+    with pytest.raises(ConfigError, match="external.launch: .*Sleep mode is not supported on current platform"):
         engine.set_weights(WeightVersion(0, 0), arrays)
 
 

@@ -109,6 +109,12 @@ def test_a_stopped_child_ends_with_its_parent():
             "RuntimeError: see above\nbye",
             "ValueError: no room for the cache | RuntimeError: see above",
         ),
+        (
+            "a.b.ValidationError: 1 validation error for ModelConfig\n  Value error, no sleep here [type=value_error]\n"
+            "    For further information\nOSError: first\n  File a.py, line 3\n",
+            "a.b.ValidationError: 1 validation error for ModelConfig Value error, no sleep here [type=value_error] | "
+            "OSError: first",
+        ),
         ("one\ntwo\nerror: unrecognized arguments: --flag", "one | two | error: unrecognized arguments: --flag"),
         ("WARNING: such as `OSError: [Errno 24]`", "WARNING: such as `OSError: [Errno 24]`"),
         ("", "nothing (its exit status is 3)"),

@@ -114,8 +114,9 @@ too, when the process that holds the other end dies."""
 LAST_LINES = 5
 LAST_ERRORS = 3
 LONGEST_LINE = 400
-_ERROR = re.compile(r"(?:.*\] )?([A-Za-z_][\w.]*(?:Error|Exception): .*)")
-"""A line that says what was raised, whatever a logger wrote before it."""
+_ERROR = re.compile(r"^(?:.*\] )?([A-Za-z_][\w.]*(?:Error|Exception): .*)(?:\n(?! +File )( +\S.*))?", re.MULTILINE)
+"""A line that says what was raised, whatever a logger wrote before it; and the next one where that is indented, such as
+pydantic's, whose first line only counts what is wrong."""
 
 
 class GuardedProcess:
@@ -158,11 +159,11 @@ class GuardedProcess:
         A server of several processes ends with an error that says no more than that another has failed before.
         """
         try:
-            lines = self._log.read_bytes()[self._begins :].decode(errors="replace").splitlines()
+            printed = self._log.read_bytes()[self._begins :].decode(errors="replace")
         except OSError:
-            lines = []
-        raised = [match[1] for match in map(_ERROR.fullmatch, lines) if match is not None]
-        told = [*dict.fromkeys(raised)][-LAST_ERRORS:] or [line.strip() for line in lines[-LAST_LINES:]]
+            printed = ""
+        raised = [" ".join(part.strip() for part in match.groups("")).rstrip() for match in _ERROR.finditer(printed)]
+        told = [*dict.fromkeys(raised)][-LAST_ERRORS:] or [line.strip() for line in printed.splitlines()[-LAST_LINES:]]
         said = " | ".join(line[:LONGEST_LINE] for line in told)
         return said or f"nothing (its exit status is {self._child.poll()})"
 
