@@ -177,6 +177,14 @@ def test_products_by_hand():
     assert phases["optimiser"].moved_bytes == MODEL.parameter_count * (2 * 8 + 4 + 8)
     kept = {phase.name: phase for phase in phases_of(config("learner.remat=none"), MODEL, 1, CHIP)}
     assert kept["gradient"].flops == phases["gradient"].flops - body
+    head = 2 * 100 * 16 * 128 * 12
+    for *changes, more in (
+        ("learner.loss.preset=ppo", body),
+        ("learner.kl={coefficient: 0.1, reference: initial, place: loss}", body + head),
+        ("learner.kl={coefficient: 0.1, reference: initial, estimator: k1, place: reward}", body + head),
+    ):
+        beside = {phase.name: phase for phase in phases_of(config(*changes), MODEL, MODEL.parameter_count, CHIP)}
+        assert beside["gradient"].flops == phases["gradient"].flops + more
 
 
 def bytes_of(phase, model, *changes):

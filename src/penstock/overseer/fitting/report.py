@@ -165,7 +165,7 @@ def causal_flops(model: ModelConfig, length: int) -> float:
 def _gradient(
     model: ModelConfig, learner: LearnerConfig, work: StepWork, trained: int, width: int, kernel: AttentionKernel
 ) -> tuple[str, float, float]:
-    """Forward and backward over all micro-batches of an update; a KL's or ratio's forward passes with them."""
+    """Forward and backward over all micro-batches of an update; the passes of a KL, a ratio, and values with them."""
     length, rows = learner.row_length, learner.micro_batch_rows
     per_row = max(length // work.sequence_tokens, 1)
     micro_batches = ceil(ceil(work.sequences / per_row) / rows) * learner.epochs
@@ -177,10 +177,10 @@ def _gradient(
     head = 2.0 * model.vocab_size * model.hidden_size * work.sequences * work.answer_tokens * learner.epochs
     still = model.lora is not None  # a base has no gradient, but hands on that of what it was given
     passes = (4 if learner.remat in ("layer", "offload") else 3) - int(still)
-    more = int(learner.recomputes_proximal) + int(learner.reads_reference)
+    scored, valued = learner.recomputes_proximal + (learner.kl.reference is not None), int(learner.has_critic)
     flops = passes * products + (3 + attends_again(learner.remat, kernel)) * attention + (3 - int(still)) * head
-    flops += more * (products + attention + head) / learner.epochs
-    read = (passes - 1 + more) * parameters_read(model) * width
+    flops += ((scored + valued) * (products + attention) + scored * head) / learner.epochs
+    read = (passes - 1 + scored + valued) * parameters_read(model) * width
     return "gradient", flops, micro_batches * (read + 2 * 4 * trained)
 
 
